@@ -1,8 +1,8 @@
 """Samples episodes in rounds: all open episodes write a turn, then their tools run, then they read the results.
 
-If the sampler takes several calls at once, each episode has its own rounds instead, and waits for no other. Sampled
-tokens are never re-tokenized: the next turn's prompt is this turn's prompt, its tokens, and the tokens of the tool
-results.
+If the sampler takes several calls at once, each episode has its own rounds instead, and waits for none of the others.
+Sampled tokens are never re-tokenized: the next turn's prompt is this turn's prompt, its tokens, and the tokens of the
+tool results.
 
 Legend: P prompts, G rollouts of each.
 """
@@ -70,7 +70,7 @@ class EpisodeLimits:
 
 
 def smallest(*limits: int | None) -> int | None:
-    """The smallest limit; no limit if all are None."""
+    """The smallest of some limits; no limit if all are None."""
     return min((limit for limit in limits if limit is not None), default=None)
 
 
@@ -111,7 +111,7 @@ class EpisodeRow:
         return self.prompt_ids + self.token_ids
 
     def add(self, token_ids: Sequence[int], turn: Rollout | None = None, media: Media | None = None) -> None:
-        """Append tokens that the model wrote in a turn, or else reads, with images in them."""
+        """Append tokens that the model wrote in a turn or reads before the next, with images in them."""
         count = len(token_ids)
         self.media = concat_media([(self.media, len(self.token_ids)), (media or {}, count)])
         logprobs = [0.0] * count if turn is None else turn.logprobs
@@ -211,7 +211,7 @@ class Episode:
         Args:
             max_new_tokens: Maximum number of tokens that the model may write in the episode.
             limits: Further limits.
-            max_length: Longest sequence of the model, prompt included; None if unknown.
+            max_length: Maximum sequence length of the model, prompt included; None if unknown.
         """
         room = smallest(
             limits.max_turn_tokens,
@@ -320,10 +320,12 @@ class EpisodeLoop:
             prompt_indices: Index of each in the batch of all ranks.
             max_new_tokens: Maximum number of tokens that the model writes in an episode.
             num_generations: G.
-            branching: How episodes branch between turns, which needs tools and no environments; not at all if None.
+            branching: How episodes branch between turns, which needs tools and no environments; they do not branch if
+                None.
 
         Returns:
-            The prompts, each cut to what its rollouts share, and each prompt's rollouts, one per row of an episode.
+            The prompts, each cut to the part that its rollouts share, and each prompt's rollouts, one per row of an
+            episode.
         """
         episodes: list[Episode] = []
 

@@ -31,9 +31,9 @@ _MAX_PAGES = 1000
 class MCPTools(ToolServer):
     """The tools of an MCP server, which is started by a command or is reached at a URL.
 
-    In `tools`, all episodes share one session. As `environment_factory`, each episode has its own, for servers with
-    state; it opens while the model writes the first turn. A session whose server is gone is opened again if it is
-    shared; otherwise all later calls of its episode fail.
+    Passed in `tools`, all episodes share one session. Passed as `environment_factory`, each episode has a separate
+    session, for servers with state; it opens while the model writes the first turn. A session whose server is gone is
+    opened again if it is shared; otherwise all later calls of its episode fail.
 
     The model reads the texts and images of a result. A result that the server marks as an error is a failed call.
 
@@ -42,7 +42,7 @@ class MCPTools(ToolServer):
             and model cards show it: pass keys by `env`.
         url: Address of a server that speaks over HTTP ("streamable HTTP"), such as `http://localhost:8000/mcp`.
         include: Names of the tools to use; all if None.
-        env: Environment variables of the command; others but a few such as PATH and HOME are not inherited.
+        env: Environment variables of the command; of the others, it inherits only a few such as PATH and HOME.
         cwd: Working directory of the command.
         headers: HTTP headers, such as `Authorization`.
         start_timeout: Maximum seconds until the server, once started, has named its tools, and until a session is open.
@@ -160,7 +160,7 @@ class MCPTools(ToolServer):
 
 
 class MCPEnvironment(ListedEnvironment):
-    """An episode's own session of an MCP server, without a reward; `MCPTools` makes it."""
+    """An episode's separate session with an MCP server, without a reward; `MCPTools` makes it."""
 
     def __init__(self, server: MCPTools) -> None:
         self._server = server

@@ -20,7 +20,7 @@ _HIDDEN = {"metadata", "done", "reward"}
 
 
 class OpenEnv(ListedEnvironment):
-    """An environment on an OpenEnv server, for `environment_factory`; each instance has its own session.
+    """An environment on an OpenEnv server, for `environment_factory`; each instance has a separate session.
 
     If the environment takes MCP actions, its tools are the model's. Otherwise the model has one tool, `step`, whose
     arguments are the fields of the environment's action. The model reads the observation after each call, and the first
@@ -30,11 +30,11 @@ class OpenEnv(ListedEnvironment):
         base_url: Address of the server, such as `http://localhost:8000`. It must allow as many sessions as there are
             rollouts in a batch (`max_concurrent_envs` of `create_app`).
         reward: The episode's reward: from the `last` step that had one, or the `sum` of all; 0 without any. With
-            `steps` each is the reward of its turn instead, as by `get_step_reward`.
+            `steps`, each step's reward goes to its turn instead, as with `get_step_reward`.
         observation_key: Field of an observation that the model reads. If None, it reads all that are not null, as JSON,
             or as text if there is only one.
         reset_columns: Columns of a row that the server's reset gets, if the row has them.
-        timeout: Maximum seconds of a reply of the server.
+        timeout: Maximum seconds to wait for a reply of the server.
         headers: HTTP headers, such as `Authorization`.
 
     Raises:

@@ -86,15 +86,15 @@ class ToolRunner:
     order; its async methods run on the event loop or, one at a time, in its worker. Environments are reset one at
     a time in the order of the rows; with workers, that holds within each worker.
 
-    After a timeout, a call on the event loop is canceled. A call in a thread cannot be stopped: the thread runs
-    on, with a warning. A worker is killed with every process that it started, and replaced; its environments are
-    lost.
+    After a timeout, a call on the event loop is canceled. A call in a thread cannot be stopped, so the thread keeps
+    running and a warning is given. A worker is killed with every process that it started, and replaced; its
+    environments are lost.
 
-    Tools are the user's code and run with the user's rights. Workers limit their time; they are no security boundary.
+    Tools are the user's code and run with the user's rights. Workers limit their time but are not a security boundary.
 
     Args:
         tools: Functions, sync or async, with type hints and Google docstrings.
-        environment_factory: Makes an environment. Or a dictionary of factories, from which the row's column
+        environment_factory: Makes an environment; or a dictionary of factories, from which the row's column
             `environment` chooses; `reset` does not get that column. Each is called once on construction.
         timeout: Time limit in seconds of a call of a tool or of `get_reward`; no limit if None.
         workers: Number of worker processes; 0 uses threads. Tools and factories are pickled to them once, and a
@@ -200,7 +200,7 @@ class ToolRunner:
         return name
 
     def open(self) -> None:
-        """Start the workers; otherwise the first call does."""
+        """Start the workers, which the first call would do otherwise."""
         self._get_executors()
 
     def close(self) -> None:
@@ -210,7 +210,7 @@ class ToolRunner:
             executors.close()
 
     def begin(self, rows: Sequence[Mapping[str, Any]]) -> list[Session]:
-        """Begin an episode per row.
+        """Begin an episode for each row.
 
         Args:
             rows: Arguments of each `reset`: the dataset's columns, and `prompt`.

@@ -275,7 +275,7 @@ class Environment(ABC):  # noqa: B024 (recognized by its methods)
 
 
 class ListedEnvironment(ABC):
-    """An environment whose tools are known only once it is made, such as those of a server."""
+    """An environment whose tools are known only once it is made, such as the tools of a server."""
 
     @abstractmethod
     def reset(self, **row: Any) -> Any:

@@ -48,7 +48,7 @@ class LoRAOptions:
     Attributes:
         r: Rank of the adapter layers.
         alpha: Their output is multiplied by alpha / r.
-        dropout: Dropout rate of their input: 0, as ratios of log-probabilities with dropout differ from 1 by chance.
+        dropout: Dropout rate of their input; must be 0, since dropout would make ratios of log-probabilities random.
         target_modules: `all-linear` for every linear layer of the language model's decoder; or suffixes of layer names,
             looked up in the decoder first, then elsewhere; or a regular expression for full names, as in PEFT. Experts
             stored in one parameter are not linear layers.
@@ -194,8 +194,8 @@ class LoRAAdapter(LoRAOptions):
         use_dora: Also learn the norms of the weights' columns (DoRA).
         use_rslora: Multiply by alpha / sqrt(r) instead.
         seed: Seed of the new layers.
-        path: Folder or hub name of an adapter in PEFT's format to start from. Its saved options then apply; leave the
-            options above out, or set them to the same values.
+        path: Folder or hub name of an adapter in PEFT's format to start from. Its saved options then apply; omit the
+            options above, or set them to the same values.
     """
 
     path: str | None = None
@@ -263,7 +263,7 @@ def adapter_options(model: nn.Module) -> dict[str, Any]:
 def check_adapters(model: nn.Module, owner: str, *, trained: bool = False) -> None:
     """Check that a model's adapters only add to their base, as LoRA and DoRA do.
 
-    Others draw noise, act on some tokens only, need a call per step, or replace the base that is the reference.
+    Other kinds draw noise, act only on some tokens, need a call per step, or replace the base, which is the reference.
 
     Args:
         model: Any model, such as a `PeftModel`.
@@ -271,7 +271,7 @@ def check_adapters(model: nn.Module, owner: str, *, trained: bool = False) -> No
         trained: Whether the adapters are what is trained.
 
     Raises:
-        ValueError: Names the first option of PEFT's that is not known; or if nothing is trained that should be.
+        ValueError: Names the first unknown option of PEFT; or if nothing is trained although it should be.
     """
     configs = _configs(model)
     for name, config in configs.items():

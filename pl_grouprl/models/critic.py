@@ -430,7 +430,7 @@ class LoRACritic(LoRAOptions):
 class TiedCritic(Critic):
     """A critic whose trunk has frozen parameters that alias the policy's.
 
-    Its `state_dict` leaves these out, and loading does not report them missing. Call `retie` when either model gets new
+    Its `state_dict` omits these, and loading does not report them missing. Call `retie` when either model gets new
     storage: after moving or casting one, after `copy.deepcopy` or pickling of both, and after
     `policy.load_state_dict(..., assign=True)`. Until then the critic uses its old weights.
 

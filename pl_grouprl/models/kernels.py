@@ -66,7 +66,7 @@ def compile_layers(model: Any) -> None:
 def fuse_layers(model: Any) -> None:
     """Let a decoder's RMSNorm, rotary positions and gated MLPs run liger-kernel's Triton kernels, in place.
 
-    Which of them, and how a family rounds, is liger's knowledge; its loss functions are not used.
+    liger-kernel decides which of them to replace, and how a family rounds. Its loss functions are not used.
 
     Args:
         model: A transformers model, or a wrapper that PEFT made.
@@ -142,7 +142,7 @@ def _replaced(model: Any) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def fuse_if_exact(model: Any) -> str | None:
-    """Fuse a model's layers, unless they then compute something else than its own layers.
+    """Fuse a model's layers, unless the fused layers compute something different.
 
     Args:
         model: A transformers model with whole weights on its device; one without a head is compared by hidden states.
@@ -166,7 +166,7 @@ def fuse_if_exact(model: Any) -> str | None:
 
 
 def why_not_exact(model: Any) -> str | None:
-    """Say how log-probabilities and gradients of fused layers differ from those of the model's own layers.
+    """Compare log-probabilities and gradients of fused layers with the model's own layers.
 
     For a decoder without a head, its hidden states along one direction are compared.
 

@@ -83,17 +83,18 @@ class PretrainedPolicy:
             weights; `bf16-true` casts them to bfloat16 regardless. `auto` is the checkpoint's dtype.
         attn_implementation: As in transformers (`sdpa`, `flash_attention_2`, `eager`); defaults to its choice. Prefix
             sharing wraps it.
-        gradient_checkpointing: Recompute the activations of each layer in the backward pass; with `attention`, all but
-            what attention computes, which takes more memory and less time. Defaults to True on a GPU.
-        disable_dropout: Set every dropout rate of the config to 0; training rejects a model with another, since old
-            and new log-probabilities would not be comparable.
+        gradient_checkpointing: Recompute the activations of each layer in the backward pass; with `attention`,
+            everything except the outputs of attention, which takes more memory and less time. Defaults to True on a
+            GPU.
+        disable_dropout: Set every dropout rate of the config to 0; training rejects a model with any other rate, since
+            old and new log-probabilities would not be comparable.
         revision: Branch, tag or commit on the hub.
         trust_remote_code: Run model code that comes with the checkpoint. It can do anything on this machine.
         adapter: Train low-rank layers on frozen weights. The reference is then the policy with the adapter off, and
             checkpoints contain only the adapter.
-        kernels: What runs RMSNorm, rotary positions and gated MLPs. `liger`: liger-kernel's Triton kernels, in the
-            policy, its copies, and rollouts; needs a GPU and the extra `liger`. `compile`: `torch.compile`, of each
-            decoder layer, for sequences of any length; needs a C++ compiler or Triton, slows the first steps, and
+        kernels: The implementation of RMSNorm, rotary positions and gated MLPs. `liger`: liger-kernel's Triton kernels,
+            in the policy, its copies, and rollouts; needs a GPU and the extra `liger`. `compile`: `torch.compile`, of
+            each decoder layer, for sequences of any length; needs a C++ compiler or Triton, slows the first steps, and
             leaves rollouts and copies (reference, critic) uncompiled. `none`: transformers' code. Defaults to `liger`
             for a fit on a GPU if it is installed. When a fit starts, liger's layers are compared with the model's own,
             and stay only if rounding explains the difference.
@@ -306,7 +307,7 @@ def unfrozen(model: nn.Module) -> Iterator[None]:
 
 
 def leave_out_of_checkpoints(module: nn.Module, child: str) -> None:
-    """Omit a child, which is recreated from its source, from `state_dict()`; loading neither reads nor misses it."""
+    """Omit a child, which is recreated from its source, from `state_dict()`; loading does not need it."""
     module.register_state_dict_post_hook(partial(drop_from_state, [child]))  # not closures, which cannot be pickled
     module.register_load_state_dict_pre_hook(partial(drop_from_state, [child]))
     module.register_load_state_dict_post_hook(partial(_ignore_missing, child))

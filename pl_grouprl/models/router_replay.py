@@ -2,7 +2,7 @@
 
 Sampler and trainer round differently, so some tokens get other experts, and their log-probabilities differ by far more
 than rounding. Rollout routing replay (R3, arXiv:2510.11370) gives each token the sampler's experts, weighted by the
-trainer's routers, which so keep their gradients: the recorded indices replace the ones that the router's `topk`
+trainer's routers, which thus keep their gradients: the recorded indices replace the ones that the router's `topk`
 returns, and the values are gathered from the scores that it was called with. The rest is the family's own code.
 
 Legend: T tokens of one decoder call, M mixtures of the decoder, K experts of each token.
@@ -138,7 +138,7 @@ class RouterReplay:
 
     @contextmanager
     def recording(self) -> Iterator[Callable[[], Tensor]]:
-        """Record one call of the decoder; yields what returns its experts after the context, int16, shape [T, M, K]."""
+        """Record one call of the decoder; yields a function that returns its experts, int16, [T, M, K], afterward."""
         call = RoutedCall(None)
         with self._during(call):
             yield lambda: call.finish(self._mixtures)
@@ -169,7 +169,7 @@ class RouterReplay:
             self._differing.append((differs_T.sum(), recorded_T.sum()))
 
     def take_differing(self) -> tuple[Tensor, Tensor]:
-        """Replayed tokens for which the model would have chosen other experts in some mixture, and all of them.
+        """Number of replayed tokens for which the model would have chosen other experts in some mixture, and of all.
 
         Counts the calls with gradient since the last time; each token of a packed row once.
         """

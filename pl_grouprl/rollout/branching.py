@@ -51,10 +51,10 @@ class Branching:
         width: Continuations at each branch point.
         depth: Branch points along a rollout, at most.
         every_n: Tokens from one branch point to the next; only for `every_n`.
-        budget: Most tokens sampled for a group; shared tokens count once. A rollout branches only if the group stays
-            within the budget even if all continuations and unfinished rollouts reach their maximum length; otherwise
-            it continues once. Earlier roots come first; with `entropy`, the most uncertain tokens. At least
-            `num_generations * max_new_tokens`. No limit if None.
+        budget: Maximum number of tokens sampled for a group; shared tokens count once. A rollout branches only if the
+            group stays within the budget even if all continuations and unfinished rollouts reach their maximum length;
+            otherwise it continues once. Earlier roots come first; with `entropy`, the most uncertain tokens. Must be at
+            least `num_generations * max_new_tokens`. No limit if None.
 
     Raises:
         ValueError: If an option is out of range, missing, or has no effect.
@@ -81,7 +81,7 @@ class Branching:
             raise ValueError(f"Branching.every_n is {self.every_n} with points={self.points!r}; {remedy}.")
 
     def max_rollouts(self, num_generations: int) -> int:
-        """Most rollouts of a group."""
+        """Maximum number of rollouts of a group."""
         if self.points == "entropy":
             return num_generations * (1 + self.depth * (self.width - 1))
         return int(num_generations * self.width**self.depth)
@@ -111,8 +111,8 @@ class Branching:
         """Number of continuations of each unfinished rollout at a branch point.
 
         Args:
-            groups: Group of each unfinished rollout; none may be left out.
-            remaining: Most tokens that each may still sample.
+            groups: Group of each unfinished rollout; all must be listed.
+            remaining: Maximum number of tokens that each may still sample.
             sampled: Tokens sampled so far, by group; needed only with a budget.
 
         Returns:
@@ -128,7 +128,7 @@ class Branching:
 
         Args:
             groups: Group of each branch point.
-            remaining: Most tokens that one continuation of each may sample.
+            remaining: Maximum number of tokens that one continuation of each may sample.
             reserved: Maximum number of tokens of each group without these branches.
         """
         if self.budget is None:
@@ -205,7 +205,7 @@ class RoundSampler(Protocol):
 
 @dataclass
 class BranchingCompletion:
-    """A completion in progress: a path from a root of the group's tree towards a leaf.
+    """A completion in progress: a path from a root of the group's tree toward a leaf.
 
     Attributes:
         prompt: Its open prompt.
@@ -364,9 +364,9 @@ class BranchLoop:
 
 
 def continued_experts(before: Tensor | None, record: Tensor) -> Tensor:
-    """Join the experts of earlier rounds with those of the latest, whose prompt are the tokens so far.
+    """Join the experts recorded in earlier rounds and in the latest round, whose prompt is all tokens so far.
 
-    What was sampled with an earlier record keeps it; the latest has those of the tokens that had not run by then.
+    Tokens with an earlier record keep it; the latest round adds the tokens that had not run before.
     """
     record = record.clone()
     if before is not None:
@@ -383,7 +383,7 @@ def fork_unfinished(
         rollouts: All rollouts of some groups.
         branching: Width and budget.
         sampled: Tokens sampled so far, by group.
-        remaining: Returns the most tokens that an unfinished rollout may still sample.
+        remaining: Returns the maximum number of tokens that an unfinished rollout may still sample.
     """
     unfinished = [rollout for rollout in rollouts if rollout.is_open]
     groups = [rollout.prompt_index for rollout in unfinished]
@@ -396,7 +396,7 @@ def fork_unfinished(
 
 
 def uncertain_places(rollout: Rollout, count: int) -> list[int]:
-    """Places of the `count` tokens with the highest -log p; of equal ones, the earlier. Never the first token.
+    """Positions of the `count` tokens with the highest -log p, earlier ones first. Never the first token.
 
     Raises:
         ValueError: If the sampler reports no log-probabilities.

@@ -135,7 +135,7 @@ LOGPROB_ROUNDING = 1e-2
 class RolloutEngine(Protocol):
     """Samples completions from the policy.
 
-    An engine declares further capabilities as attributes; a missing one means that it lacks the capability (see
+    An engine declares further capabilities as attributes. If an attribute is missing, so is the capability (see
     `declares`):
 
     - `reserves_max_new_tokens = True`: it rejects prompts without room for `max_new_tokens`; a run then rejects such
@@ -152,7 +152,7 @@ class RolloutEngine(Protocol):
       whole block of the cache before that.
     - `truncates_logprobs = True`: with top-k, top-p or min-p, `Rollout.logprobs` are those of the truncated
       distribution. They are then neither compared with the policy's nor corrected for.
-    - `varies_num_generations = True`: it may return another number of rollouts of a prompt than asked for.
+    - `varies_num_generations = True`: it may return more or fewer rollouts of a prompt than requested.
     - `router_replay = True`: every rollout has `routed_experts`, which the run replays.
     - `max_model_len`, an int: maximum length of prompt plus completion.
     - `autocast_dtype`, set by the run: on a GPU, dtype that the Trainer's precision computes in under autocast
@@ -187,17 +187,17 @@ class RolloutEngine(Protocol):
             num_generations: Rollouts per prompt, at least 1.
             seed: The same (weights, prompts, sampling, seed) give the same rollouts.
             media: Images and videos of each prompt, empty if it has none; passed only if a prompt has any, so an engine
-                for text may leave the argument out.
+                for text may omit the argument.
             prompt_indices: Index of each prompt in the batch of all ranks, which together with the seed determines its
                 random numbers; None if the prompts are the whole batch. Passed only to engines that declare
                 `takes_prompt_indices`, so that any number of ranks samples the same rollouts.
-            max_new_tokens: Longest completion of each prompt, at least 1, in place of `sampling.max_new_tokens`; None
-                uses that for all. Passed only to engines that declare `takes_limits`.
+            max_new_tokens: Maximum length of each prompt's completions, at least 1; defaults to
+                `sampling.max_new_tokens` for all prompts. Passed only to engines that declare `takes_limits`.
 
         Returns:
             For each prompt, in the caller's order, its rollouts. `token_ids` (with the end token, if there was one) and
-            `finish_reason` are required. Without `logprobs`, sampler and trainer are not compared, and
-            importance sampling raises; without `text`, the run decodes the tokens.
+            `finish_reason` are required. Without `logprobs`, sampler and trainer are not compared, and importance
+            sampling raises an error; without `text`, the run decodes the tokens.
         """
         ...
 
@@ -243,9 +243,9 @@ class SyncedRolloutEngine(RolloutEngine, Protocol):
 
         Args:
             weights: Names, as in a Hugging Face checkpoint, and whole values. Read once, in order; the caller exhausts
-                what is left unread. A tensor may change once the next one is requested.
+                the rest. A tensor may change once the next one is requested.
             version: Larger than any before.
-            adapter: The adapter for those weights if `self.adapter` is `separate`. The first time, `weights` are the
+            adapter: The adapter for these weights if `self.adapter` is `separate`. The first time, `weights` are the
                 base; later they are empty, and the sampler keeps its base.
 
         Returns:
@@ -427,8 +427,8 @@ def checked_rollouts(
     """Call `RolloutEngine.generate`, reject what it cannot have sampled, and convert its numbers to Python's.
 
     Args:
-        engine: The engine, which errors name. An argument that it does not take is left out: it may exceed a request's
-            `max_new_tokens`, up to the largest.
+        engine: The engine, which errors name. Arguments that it does not take are omitted. Without `max_new_tokens`, it
+            may exceed a request's limit, up to the largest.
         requests: What to sample, of one `count`.
         sampling: How to sample; each request has its own `max_new_tokens`.
         seed: Seed of the call.

@@ -42,7 +42,7 @@ class Runs:
         rows: Number of rows of each run; a row has R queries per key head.
         cu_k: First key of each run, int32 [P + 1]; the last entry is not read.
         used_k: Number of keys of each run, at least 1; int32 [P].
-        max_k: Most keys of a run.
+        max_k: Maximum number of keys of a run.
         columns: Size of the buffer of each run's keys; None if the runs are packed one after the other.
     """
 
@@ -62,7 +62,7 @@ class Runs:
         return self._cu_q[per_row]
 
     def changed(self) -> None:
-        """Tell that `cu_k` or `used_k` were written."""
+        """Note that `cu_k` or `used_k` has changed."""
         self._spans = self._read = None
 
     def spans(self) -> list[tuple[int, int]]:
@@ -93,8 +93,9 @@ class Runs:
 def attend_runs(q_NKD: Tensor, keys_TKD: Tensor, values_TKD: Tensor, runs: Runs, scale: float) -> tuple[Tensor, Tensor]:
     """Attend to each run's keys, all of them.
 
-    On CUDA one call of FlashAttention, which reads all lengths on the device; it has not been run yet. On a CPU all
-    runs with buffers in one call, without the columns that none reads, and one call for each packed run.
+    On CUDA this is one call of FlashAttention, which reads all lengths on the device; it has not run on a GPU yet. On a
+    CPU, one call serves all runs with buffers, without the columns that no run reads, and each packed run gets a
+    separate call.
 
     Args:
         q_NKD: Queries, run after run.
@@ -369,7 +370,7 @@ class StaticLayer(CacheLayerMixin):
 def sharing_prompts(model: Any) -> Iterator[None]:
     """Make a decoder's layers share prompts if they can. No effect on calls with other caches.
 
-    No effect either if a layer keeps more for each token than keys and values (an indexer): then all layers get copies.
+    If a layer keeps more for each token than keys and values (an indexer), all layers get copies instead.
 
     Args:
         model: A transformers decoder with a language-model head.

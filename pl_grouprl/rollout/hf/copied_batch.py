@@ -28,7 +28,7 @@ class GrowingLayer(DynamicLayer):
         keys: Buffer of the keys, shape [B, K, capacity, H]; its first `length` positions are filled.
         values: Buffer of the values; the head size may differ.
         length: Number of filled positions.
-        limit: Most positions that will be needed; the buffer never grows beyond.
+        limit: Maximum number of positions that will be needed; the buffer never grows beyond it.
     """
 
     MIN_GROWTH = 128

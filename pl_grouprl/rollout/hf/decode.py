@@ -41,7 +41,7 @@ class DecodeRow(NamedTuple):
         prefix: Where its prompt was encoded.
         place: The prompt's row there.
         stream: (prompt index, generation index), which identify its random numbers.
-        max_new_tokens: Most tokens to sample.
+        max_new_tokens: Maximum number of tokens to sample.
         token_ids: Tokens of the prompt, which a repetition penalty counts.
     """
 
@@ -67,7 +67,7 @@ class DecodeBatch:
         stop: Strings that end a sequence.
         seed: Seed of the random streams.
         keep: Whether to keep the cache of each sequence when it leaves, in `kept`.
-        groups: Numbers of the rows that have to stay together, as lists; None if any row may take any other's place.
+        groups: Numbers of the rows that must stay together, as lists; None if rows may change places freely.
 
     Attributes:
         kept: By the number of a sequence, the cache of its prompt and its tokens except the last.

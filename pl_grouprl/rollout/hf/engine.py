@@ -197,14 +197,14 @@ class HFRolloutEngine(PolicyEngine):
     (linear attention, short convolutions). Images and videos are encoded once with their prompt.
 
     On a GPU the steps of rollouts that share prompts are replayed as a CUDA graph, if they can be captured
-    (`step_graph`); that has not been run on a GPU yet.
+    (`step_graph`); this has not run on a GPU yet.
 
     On x86 CPUs the linear layers of a float32 model run on packed copies of their weights, which exist during each call
     of `generate` and take as much memory as the weights.
 
     Placeholder tokens of images and videos are never sampled, as the model would look for missing images.
-    Log-probabilities, even greedy ones, are those of the distribution without placeholders; scoring includes them, and
-    so differs by the probability that the model gives to placeholders, which is negligible after training with images.
+    Log-probabilities, even greedy ones, exclude placeholders from the distribution. Scoring includes them, and so
+    differs by the probability that the model gives to placeholders, which is negligible after training with images.
 
     Reproducible: each sequence draws from a random stream identified by (seed, index of the prompt in the call or in
     `prompt_indices`, index of the rollout). Results do not depend on `max_sequences` or on other prompts, except that
@@ -214,9 +214,9 @@ class HFRolloutEngine(PolicyEngine):
     Args:
         model: The policy; may be set later by `bind`.
         tokenizer: Decodes completions and finds stop strings; optional.
-        max_sequences: Most sequences decoded at once, which bounds the cache; None decodes as many as half of the free
-            memory can hold, counted by the longest prompt and completion. A prompt whose rollouts are split is still
-            encoded once.
+        max_sequences: Maximum number of sequences decoded at once, which bounds the cache; None decodes as many as half
+            of the free memory can hold, counted by the longest prompt and completion. A prompt whose rollouts are split
+            is still encoded once.
         max_prefill_tokens: Maximum prompt tokens in one forward pass, including padding. Where a turn continues kept
             sequences, their cached tokens count too; raise it for episodes with long histories.
         dtype: Dtype to sample in. `auto` is bfloat16 on a GPU under `bf16-mixed`, if the model passes the decoding
@@ -259,7 +259,7 @@ class HFRolloutEngine(PolicyEngine):
             self.bind(model, tokenizer)
 
     def bind(self, model: Any, tokenizer: Any = None) -> None:
-        """Set the policy to sample from; the last call counts.
+        """Set the policy to sample from, in place of any earlier one.
 
         Args:
             model: A transformers decoder with a language-model head. Not copied.

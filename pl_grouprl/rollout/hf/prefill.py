@@ -47,7 +47,7 @@ MAX_REPEATED = 16
 
 
 class NextTokenLogits:
-    """Calls a decoder with a cache for the next token's logits, leaving out arguments that it does not take.
+    """Calls a decoder with a cache for the next token's logits, omitting arguments that it does not take.
 
     Placeholders of images and videos get the logit -inf, because in a completion they would refer to missing images.
 
@@ -124,7 +124,7 @@ def cache_argument(model: Any) -> str:
 def allows_padding(model: Any, longest: int) -> bool:
     """Whether prompts of different lengths can be batched.
 
-    Not if the model counts positions itself, or a layer counts columns: a layer that scales queries by them
+    They cannot if the model counts positions itself, or a layer counts columns: a layer that scales queries by them
     (`counts_padding`), or that keeps an index of the tokens and does not select by the attention mask (MiniMax M3's
     blocks). Models that bias scores by distance read it from the attention mask, and need no positions.
 

@@ -75,7 +75,7 @@ def make_graph(
     Args:
         model: The model.
         device: Its device.
-        steps: Most steps of the batch.
+        steps: Maximum number of steps of the batch.
         states: Returns what the model changes in a step, besides its buffers.
     """
     if device.type not in CAPTURES or steps < MIN_STEPS or not _CAN_CAPTURE.get(model, True):
@@ -115,7 +115,7 @@ class StepGraph:
         self._before = []
 
     def rows_to_keep(self, rows: int, live: int, steps_left: int) -> int:
-        """How many of a batch's rows to go on with, `live` of which have not ended."""
+        """How many of a batch's rows to continue with; `live` of them have not ended."""
         if self._failed:
             return live
         size = bucket(live)

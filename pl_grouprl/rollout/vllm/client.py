@@ -128,7 +128,7 @@ class RefusedError(RuntimeError):
     Attributes:
         status: HTTP status.
         is_busy: Whether the server, or a proxy in front of it, is overloaded.
-        names_model: Whether it has no model or adapter of the name in the request.
+        names_model: Whether it lacks the model or adapter that the request names.
     """
 
     def __init__(self, url: str, status: int, reason: str, *, names_model: bool = False) -> None:
@@ -226,7 +226,7 @@ class Server:
             wait = min(2 * wait, _LONGEST_WAIT)
 
     def temporary_or_raise(self, error: Exception) -> Exception:
-        """Return an error that may pass (the server is unreachable, busy, starting or stopping); raise any other."""
+        """Return a temporary error (the server is unreachable, busy, starting or stopping); raise any other."""
         if isinstance(error, RefusedError) and error.status < 500 and not error.is_busy:
             raise error
         return error

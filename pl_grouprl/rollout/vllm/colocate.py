@@ -56,7 +56,7 @@ class VLLMRolloutEngine(PolicyEngine):
             `auto` is `separate` where vLLM can apply the adapter, else `merged`, and logs why.
         seed: Seed of vLLM's random numbers outside sequences; does not affect rollouts.
         router_replay: Record the experts of each token, as `HFRolloutEngine` does (`enable_return_routed_experts` of
-            vLLM); not with stop strings. That has not been run on a GPU yet.
+            vLLM); not with stop strings. This has not run on a GPU yet.
         engine_kwargs: Further arguments of vLLM's `EngineArgs`.
 
     Raises:
@@ -221,8 +221,8 @@ class VLLMRolloutEngine(PolicyEngine):
     def keep_caches(self) -> Iterator[None]:
         """Context in which vLLM does not sleep between calls; see `RolloutEngine`.
 
-        vLLM's prefix cache finds what earlier calls have encoded or sampled, in whole blocks: what a prompt has beyond
-        its last cached block is encoded again. A full cache drops the blocks that were used least recently.
+        vLLM's prefix cache finds what earlier calls have encoded or sampled, in whole blocks; tokens after a prompt's
+        last cached block are encoded again. A full cache drops the blocks that were used least recently.
         """
         self._awake = True
         try:

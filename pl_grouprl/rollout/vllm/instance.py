@@ -327,7 +327,7 @@ class EngineProcess:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Context for every call of vLLM, and only those; reentrant.
+        """Context for every call of vLLM, and nothing else; reentrant.
 
         Autocast, inference mode and gradients are off inside, and the default dtype is vLLM's, so the trainer's
         settings do not affect sampling.

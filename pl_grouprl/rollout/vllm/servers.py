@@ -45,15 +45,15 @@ class VLLMServerRolloutEngine(PolicyEngine):
     probability, and so, rarely, a token.
 
     Waits for a server that does not answer. Raises `SamplerLostError` for a server that was restarted without weights,
-    and `WeightsMismatchError` for one whose weights another trainer has changed.
+    and `WeightsMismatchError` for a server whose weights another trainer has changed.
 
     Args:
         urls: URLs of the servers, `http://host:port`; at least one.
-        token: The servers' token; None reads the environment variable PL_GROUPRL_TOKEN. It is sent unencrypted: beyond
-            this machine, use TLS (`https://`) or a tunnel.
+        token: The servers' token; None reads the environment variable PL_GROUPRL_TOKEN. It is sent unencrypted, so
+            beyond this machine use TLS (`https://`) or a tunnel.
         timeout: Seconds that a server may be unreachable before the run ends, and the time limit of calls other than
             rollouts. Rollouts have no limit; a health check every few seconds detects dead servers.
-        dtype: Required dtype of the servers; `auto` accepts any that all servers share.
+        dtype: Required dtype of the servers; `auto` accepts any dtype that all servers share.
         bucket_mib: Size of the buckets of weights, in MiB.
         adapter: `separate`: servers, started with `--enable-lora --max-lora-rank RANK`, get the base once, then only
             the adapter, which requests call `policy-VERSION`: LoRA without DoRA on linear layers of the decoder.
@@ -61,7 +61,7 @@ class VLLMServerRolloutEngine(PolicyEngine):
             allow it, else `merged`, and logs why.
         max_concurrent_requests: Number of prompts per rank that a server works on at a time.
         router_replay: Record the experts of each token, as `HFRolloutEngine` does; the servers need
-            `--enable-return-routed-experts`. That has not been run on a GPU yet.
+            `--enable-return-routed-experts`. This has not run on a GPU yet.
         in_flight: What `update_weights` does with sequences that are being sampled: `keep` continues them with the new
             weights, `restart` starts them again. With a separate adapter, they always start again.
 

@@ -1,4 +1,4 @@
-"""Runs inside vLLM's workers: loads weights, and computes checksums of those loaded.
+"""Runs inside vLLM's workers: loads weights, and computes checksums of the loaded weights.
 
 Only vLLM imports this, as its `worker_extension_cls`. Loading is vLLM's layerwise reload, in the phases of its
 weight-transfer interface (`start_weight_update`, `update_weights`, `finish_weight_update`; vLLM 0.32), after which
