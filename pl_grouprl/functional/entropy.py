@@ -129,9 +129,10 @@ def high_entropy_mask(
 ) -> Tensor:
     """Find the tokens of highest entropy ("Beyond the 80/20 Rule", arXiv:2506.01939, the objective of section 5).
 
-    Those whose entropy is at least the quantile 1 - `top_quantile` of all trained tokens (linear between two tokens, as
-    `torch.quantile`). Multiply the policy loss by the mask; the others still count in its denominator. TRL's
-    `top_entropy_quantile` takes the quantile of each micro-batch; here of the call, over all ranks.
+    A token is found if its entropy is at least the quantile 1 - `top_quantile` of all trained tokens (linear between
+    two tokens, as `torch.quantile`). Multiply the policy loss by the mask; the other tokens still count in its
+    denominator. TRL's `top_entropy_quantile` takes the quantile of each micro-batch; here it is taken over the whole
+    call and all ranks.
 
     Args:
         entropy_N: Entropy of each token's distribution, in nats, shape [N].

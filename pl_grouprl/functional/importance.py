@@ -59,7 +59,7 @@ class ImportanceSampling:
         mode: A kind of the table.
         low: Lower bound of the ratio of trainer to sampler; no bound if None.
         high: Its upper bound; no bound if None. With `none`, leave the default.
-        off_policy_mask_threshold: Largest mean of log(p of the sampler / p of the policy) over the tokens of a rollout
+        off_policy_mask_threshold: Maximum mean of log(p of the sampler / p of the policy) over the tokens of a rollout
             with a negative advantage, in nats; see `off_policy_sequence_mask`. No rollout is masked if None.
         rollout_rs: A kind of `REJECTION_KINDS`: tokens that `rejection_mask` rejects are not trained at all. Costs a
             forward before the updates. None rejects nothing.
@@ -103,12 +103,12 @@ class ImportanceWeights(NamedTuple):
     Attributes:
         weights_N: Weight of each token, without gradient, shape [N]; 0 outside the mask.
         mask_N: Trained tokens that a `..._mask` kind did not reject, bool, shape [N]. In TRL, rejected tokens still
-            count in the denominator of the loss: aggregate with the input mask to match TRL, or with this one to leave
-            them out (as in verl's rejection sampling).
+            count in the denominator of the loss: aggregate with the input mask to match TRL, or with this one to omit
+            them (as in verl's rejection sampling).
         metrics: Pairs (sum, count) by name, to be added over micro-batches and ranks and then divided:
             `sampling/sampling_logp_difference/mean` over trained tokens, and `sampling/importance_sampling_ratio/mean`
-            over trained tokens or, for the sequence kinds, rollouts with a trained token. The ratio is the one after
-            the bounds, as in TRL; for `none` it is w.
+            over trained tokens or, for the sequence kinds, rollouts with a trained token. The ratio is taken after the
+            bounds, as in TRL; for `none` it is w.
         extremes: Scalars by name, to be reduced by the maximum (`.../max`) or the minimum (`.../min`). Neutral if
             nothing is trained: 0 for a maximum, infinity for the minimum.
     """
@@ -196,8 +196,8 @@ def off_policy_sequence_mask(
     """Keep the tokens of rollouts that are good or near the policy ("DeepSeek-V3.2", arXiv:2512.02556, section 3.1).
 
     A token is dropped if its advantage is negative and the mean of log(q / p) over its rollout's trained tokens is
-    above the threshold, with p its probability under the policy and q that at sampling. Zero the policy loss of the
-    others; as in TRL (`off_policy_mask_threshold`), they still count in the denominator, and in a KL penalty.
+    above the threshold, with p its probability under the policy and q its probability at sampling. Zero the policy loss
+    of dropped tokens; as in TRL (`off_policy_mask_threshold`), they still count in the denominator and in a KL penalty.
 
     Args:
         policy_logprobs_N: Log-probabilities under the policy now, shape [N].
@@ -233,14 +233,14 @@ def rejection_mask(
     rollout_index_N: Tensor,
     num_rollouts: int,
 ) -> Tensor:
-    """Keep the tokens at which sampler and trainer agree, or those of rollouts on which they do (verl's `rollout_rs`).
+    """Keep the tokens, or all tokens of the rollouts, on which sampler and trainer agree (verl's `rollout_rs`).
 
     With x = log(p / q) of a token, p its probability under the trainer before the update and q the sampler's, its
     divergence is -x for `k1`, x^2 / 2 for `k2`, e^x - 1 - x for `k3` (J. Schulman, "Approximating KL divergence",
-    2020). `token` compares each token's with the threshold; `seq_sum`, `seq_mean` and `seq_max` reduce its rollout's
-    trained tokens first. `k2` and `k3` are kept up to the threshold; `k1`, which has a sign, within plus or minus its
-    logarithm: the threshold is a ratio, and 1 / threshold the lower bound. Rejected tokens should not be trained, so
-    they do not count in the denominator of the loss either.
+    2020). `token` compares each token's divergence with the threshold; `seq_sum`, `seq_mean` and `seq_max` first reduce
+    the divergences of its rollout's trained tokens. `k2` and `k3` are kept up to the threshold; `k1` has a sign, so it
+    is kept within plus or minus the logarithm of the threshold, which is a ratio. Rejected tokens should not be
+    trained, so they do not count in the denominator of the loss either.
 
     Args:
         old_logprobs_N: Log-probabilities under the trainer before the update, shape [N].

@@ -78,10 +78,10 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: str = "k3", *, max_value: 
 def bias_corrected_kl(logp: Tensor, old_logp: Tensor, ref_logp: Tensor, kind: str = "k3") -> Tensor:
     """Weight the estimate by the importance ratio ("DeepSeek-V3.2", arXiv:2512.02556, section 3.1, eq. 7).
 
-    With r = p / p before the update, r times `kl_estimate`, where r has its gradient. For `k1` and `k3`, value and
-    gradient are then unbiased for KL(policy || reference) even off-policy; on-policy the value stays, and the gradient
-    of a token gains its value times the gradient of logp. TRL's `use_bias_correction_kl`, with the ratio of the token
-    (TRL: of the sequence with `importance_sampling_level="sequence"`).
+    The estimate is r times `kl_estimate`, where r is the ratio of p to its value before the update, with its gradient.
+    For `k1` and `k3`, value and gradient are then unbiased for KL(policy || reference) even off-policy; on-policy the
+    value stays, and the gradient of a token gains its value times the gradient of logp. TRL's `use_bias_correction_kl`,
+    with the ratio of the token (TRL: of the sequence with `importance_sampling_level="sequence"`).
 
     Args:
         logp: Log-probabilities of the sampled tokens under the policy, in nats, any shape.

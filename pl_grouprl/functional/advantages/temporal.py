@@ -314,9 +314,9 @@ def gagpo_advantages(
     turn per rollout it equals `grpo`. A state that a single turn of the group reaches has the return of that turn as
     its value. The gradient is biased, as a return is part of its own baseline.
 
-    V, the recursion, and that the group is normalized follow accounts of the paper; its text was not at hand, so that
-    details of the normalization and the defaults may differ. It clips the ratio of a turn, a geometric mean over its
-    tokens; here the policy loss decides (`gspo` takes that mean over the whole rollout).
+    V, the recursion and the normalization over the group follow secondary accounts of the paper. Its text was not at
+    hand, so details of the normalization and the defaults may differ. The paper clips the ratio of a turn, a geometric
+    mean over its tokens; here the policy loss decides (`gspo` takes that mean over the whole rollout).
 
     Args:
         rewards: Reward of each token, shape [B, T], any unit; NaN marks a rollout without rewards.
@@ -542,7 +542,7 @@ def distillation_advantages(
 
     Args:
         old_logprobs: The student's log-probabilities of its sampled tokens, in nats, shape [B, T].
-        teacher_logprobs: The teacher's of the same tokens, shape [B, T].
+        teacher_logprobs: The teacher's log-probabilities of the same tokens, shape [B, T].
         mask: True for trained tokens, shape [B, T]. Tokens between them, such as tool output, are skipped.
         gamma: Discount per token, in [0, 1].
 
