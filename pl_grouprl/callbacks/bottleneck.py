@@ -102,7 +102,7 @@ def _advice(
 
     def share(*names: str) -> tuple[float, str]:
         part = sum(seconds.get(name, 0.0) for name in names) / max(step, 1e-9)
-        return part, f"{100 * part:.0f} % of a step"
+        return part, f"{100 * part:.0f}% of a step"
 
     on_server, of_step = facts.engine == "VLLMServerRolloutEngine", share("rollout", "wait_for_rollouts")
     rollouts = f"Rollouts took {of_step[1]}"
@@ -129,7 +129,7 @@ def _advice(
             part,
             WORK,
             f"Updates took {text} and recompute activations, about a quarter of their work, while "
-            f"{100 * facts.unused_memory:.0f} % of the GPU's memory was never used; gradient_checkpointing: false of "
+            f"{100 * facts.unused_memory:.0f}% of the GPU's memory was never used; gradient_checkpointing: false of "
             "the policy would save that.",
         )
     elif facts.device == "cuda" and not facts.fused:
@@ -151,7 +151,7 @@ def _advice(
         part,
         WAITS,
         (
-            f"Validation, checkpoints and logging took {100 * part:.0f} % of the run after its start; a larger "
+            f"Validation, checkpoints and logging took {100 * part:.0f}% of the run after its start; a larger "
             "trainer.val_check_interval, or every_n_train_steps of SafeCheckpoint, would shorten them."
         ),
     )

@@ -208,7 +208,7 @@ def summary_text(
             lines.append((f"{split} prompts", f"{dropped:.0f} dropped, {truncated:.0f} truncated (too long)"))
     flat = statistics.get("frac_reward_zero_std", {"mean": 0.0})["mean"]
     if flat > _FLAT and "value/explained_variance" not in statistics:
-        what = f"in {100 * flat:.0f} % of groups, which teach nothing"
+        what = f"in {100 * flat:.0f}% of groups, which teach nothing"
         lines.append(("all rewards equal", f"{what}: docs/troubleshooting.md#the-reward-stays-flat"))
     for name, label, form in (
         ("perf/tokens_per_second", "tokens per second", "mean {mean:.0f}"),

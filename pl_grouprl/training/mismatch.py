@@ -195,7 +195,7 @@ class Mismatch:
         Returns:
             All other metrics, and in nats `sampling/kl`, `sampling/kl_at_token/{first}`, and with several turns
             `sampling/kl_at_turn/{turn}`; the share `sampling/beyond_2_percent` of tokens whose probability differs by
-            more than 2 %; and `sampling/largest_ratio`, of either over the other.
+            more than 2%; and `sampling/largest_ratio`, of either over the other.
         """
         found = {name: value for name, value in metrics.items() if not name.startswith(_SUM)}
         means = {name.removeprefix(_SUM): value for name, value in metrics.items() if name.startswith(_SUM)}
@@ -217,6 +217,6 @@ class Mismatch:
             self._warned = True
             rank_zero_warn(
                 f"Sampler and trainer differ: KL {means['kl']:.2g} nats per token, {means['beyond']:.0%} of the tokens "
-                f"by more than 2 %. Likely cause: {cause}. " + REMEDIES[cause].format(temperature=temperature)
+                f"by more than 2%. Likely cause: {cause}. " + REMEDIES[cause].format(temperature=temperature)
             )
         return found

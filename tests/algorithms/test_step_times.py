@@ -177,7 +177,7 @@ def test_a_run_says_what_limited_it(fit, clock, tmp_path, capsys):
     options = {"rewards": slow_letters(clock), "engine": ScriptedEngine()}
     fit(steps=2, callbacks=[Slow(clock), RunSummary()], trainer={"logger": logger}, **options)
     sentence = (
-        "Waiting for rewards took 89 % of a step; reward_calls.workers (now 0) would compute them during scoring."
+        "Waiting for rewards took 89% of a step; reward_calls.workers (now 0) would compute them during scoring."
     )
     assert json.loads((tmp_path / "version_0" / "summary.json").read_text())["limited_by"] == sentence
     assert f"limited by          {sentence}" in capsys.readouterr().out
@@ -199,7 +199,7 @@ class SlowStart(Callback):
         self.clock.now += self.after
 
 
-@pytest.mark.parametrize(("after", "share"), [(0, None), (1, "50 %")])
+@pytest.mark.parametrize(("after", "share"), [(0, None), (1, "50%")])
 def test_the_start_does_not_limit_a_run(after, share, fit, clock, tmp_path, monkeypatch):
     monkeypatch.setattr(run_summary, "time", clock)
     logger = CSVLogger(tmp_path, name="", version=0)

@@ -120,7 +120,7 @@ def text(*records, folder=None):
         ([{"time/rollout": 0.5, "time/update": 0.25}], "rollout 0.500, update 0.250"),
         ([{"val/reward": -0.023}], "-0.023, measured once: trainer.val_check_interval says when"),
         ([{"val/reward": -0.023}, {"val/reward": 0.5}], "first -0.023, last 0.500"),
-        ([{"frac_reward_zero_std": 1.0}], "all rewards equal   in 100 % of groups"),
+        ([{"frac_reward_zero_std": 1.0}], "all rewards equal   in 100% of groups"),
     ],
 )
 def test_text_names_what_was_logged(records, shown, tmp_path):
