@@ -313,11 +313,14 @@ def test_a_precision_is_chosen_where_none_is_set(command, options, expected, mon
     assert trainer["precision"] == expected
 
 
-@pytest.mark.parametrize(("device", "expected"), [("h100", "bf16-mixed"), (None, "32-true")])
-def test_a_plan_for_a_gpu_has_its_precision_anywhere(device, expected, monkeypatch):
+@pytest.mark.parametrize(
+    ("device", "accelerator", "expected"),
+    [("h100", "cpu", "bf16-mixed"), (None, "auto", "bf16-mixed"), (None, "cpu", "32-true")],
+)
+def test_a_plan_for_a_gpu_has_its_precision_anywhere(device, accelerator, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     cli = RLCLI.__new__(RLCLI)
-    trainer = Namespace(precision=None, accelerator="auto", plugins=None)
+    trainer = Namespace(precision=None, accelerator=accelerator, plugins=None)
     cli.subcommand, cli.config = "plan", {"plan": {"trainer": trainer, "device": device}}
     cli.before_instantiate_classes()
     assert cli._planned_options["precision"] == expected
