@@ -176,9 +176,7 @@ def test_a_run_says_what_limited_it(fit, clock, tmp_path, capsys):
     logger = CSVLogger(tmp_path, name="", version=0)
     options = {"rewards": slow_letters(clock), "engine": ScriptedEngine()}
     fit(steps=2, callbacks=[Slow(clock), RunSummary()], trainer={"logger": logger}, **options)
-    sentence = (
-        "Waiting for rewards took 89% of a step; reward_calls.workers (now 0) would compute them during scoring."
-    )
+    sentence = "Waiting for rewards took 89% of a step; reward_calls.workers (now 0) would compute them during scoring."
     assert json.loads((tmp_path / "version_0" / "summary.json").read_text())["limited_by"] == sentence
     assert f"limited by          {sentence}" in capsys.readouterr().out
 
