@@ -21,7 +21,7 @@ def on_files(files: Any, config: Any, **_: Any) -> Any:
     pages, copied = site_pages()
     for uri, text in pages.items():
         file = File.generated(config, uri, content=text)
-        file.edit_uri = source_of(uri)
+        file.edit_uri = source_of(uri) if config.repo_url else None
         _replace(files, file)
     for uri, path in copied.items():
         _replace(files, File.generated(config, uri, abs_src_path=str(path)))
