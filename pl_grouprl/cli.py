@@ -32,6 +32,7 @@ from pl_grouprl.utilities.checkpoint_files import last_checkpoint, load_verified
 from pl_grouprl.utilities.device_defaults import default_precision
 from pl_grouprl.utilities.loggers import prepare_loggers
 from pl_grouprl.utilities.options import check_options, nearest_option
+from pl_grouprl.utilities.text import describe_error
 
 if TYPE_CHECKING:
     from pl_grouprl.checks import ParityReport
@@ -417,7 +418,7 @@ class RLCLI(LightningCLI):
         try:
             print(self.trainer.plan(**kwargs))
         except (ImportError, OSError, TypeError, ValueError) as error:  # files, data, or a model that cannot be planned
-            sys.exit(f"no plan: {str(error).splitlines()[0]}")
+            sys.exit(f"no plan: {describe_error(error).splitlines()[0]}")
 
 
 def chat(
