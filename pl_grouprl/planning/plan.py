@@ -363,7 +363,7 @@ class RunPlan:
             for layout in self.layouts or (where,)
             for gib in ([layout.gib] if layout.gib is not None else GPUS)
         ]
-        remedies = [row.remedy(row.hardware.memory) for row in rows]
+        remedies = [row.remedy(row.hardware.memory or 0.0) for row in rows]
         return "\n".join(
             [
                 f"{self.algorithm} trains {trained} of {models.name} ({count} parameters) in {where.precision}, "
