@@ -10,7 +10,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 from house import measure
 
 LIMITS = {
-    "lines of code": 34_060,
+    "lines of code": 34_070,
     "files": 195,
     "files under 40 lines": 27,
     "private helpers used once": 169,

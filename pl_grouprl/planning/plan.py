@@ -372,6 +372,8 @@ class RunPlan:
                 f"of up to {work.response:,}, {updates} update{'s' * (updates > 1)}.",
                 "",
                 *_table(rows, remedies),
+                "GiB: peak, of what a run may use. micro-batch: tokens, at most as many as fit. at once: sequences "
+                "that decode together. Times in seconds.",
                 "",
                 *_sentences(rows, remedies),
             ]
@@ -444,7 +446,20 @@ _TIMES = ("rollouts", "scoring", "update", "weights", "step")
 
 def _table(rows: Sequence[RunPlan], remedies: Sequence[Remedy]) -> Iterator[str]:
     """A line for each row; memory in GiB, time in seconds."""
-    head = ("GPU", "GPUs", "servers", "strategy", "fits", "GiB", "of", "micro-batch", "at most", "at once", *_TIMES)
+    head = (
+        "GPU",
+        "GPUs",
+        "servers",
+        "all",
+        "strategy",
+        "fits",
+        "GiB",
+        "of",
+        "micro-batch",
+        "at most",
+        "at once",
+        *_TIMES,
+    )
     lines = [(*head, "rates")]
     for row, remedy in zip(rows, remedies, strict=True):
         where, gib, times = row.hardware, row.hardware.memory or 0.0, row.step()
@@ -454,6 +469,7 @@ def _table(rows: Sequence[RunPlan], remedies: Sequence[Remedy]) -> Iterator[str]
             where.device or f"{gib:.0f} GB",
             f"{where.gpus}" if where.nodes == 1 else f"{where.gpus} x {where.nodes}",
             f"{where.servers}",
+            f"{where.gpus * where.nodes + where.servers}",
             where.strategy,
             remedy.name,
             f"{peak:.1f}" if peak >= 0.1 else f"{peak:.2f}",

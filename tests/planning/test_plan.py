@@ -219,7 +219,7 @@ def test_the_configurations_fit_where_they_say(config, size, gib, tmp_path, monk
     monkeypatch.chdir(tmp_path)  # transformers prefers a folder of that name to the hub
     main(["plan", "--config", config])
     page = capsys.readouterr().out
-    fits = {int(cells[0]): cells[5] == "yes" for cells in map(str.split, page.splitlines()) if cells[1:2] == ["GB"]}
+    fits = {int(cells[0]): cells[6] == "yes" for cells in map(str.split, page.splitlines()) if cells[1:2] == ["GB"]}
     assert fits == {own: own >= gib for own in (24, 48, 80, 141)}
     head, _, sentences = page.split("\n\n")
     assert "of Qwen3ForCausalLM (" in head

@@ -103,8 +103,9 @@ def test_the_model_of_a_run(path):
     assert step.update == pytest.approx(2 * 3 * forward / 989e12 / 0.25)
     assert (step.prompts, step.num_generations, step.decode_step, step.own_weights) == (2, 4, 0.03, True)
     assert step.transfer == pytest.approx(2 * plan.models.num_parameters / 3e9)
-    rows = [line.split()[:5] for line in str(plan).splitlines() if line.strip().startswith("h100")]
-    assert rows == [["h100", gpus, servers, "ddp", "yes"] for gpus in "28" for servers in "01"]
+    rows = [line.split()[:6] for line in str(plan).splitlines() if line.strip().startswith("h100")]
+    counts = [["2", "0", "2"], ["2", "1", "3"], ["8", "0", "8"], ["8", "1", "9"]]
+    assert rows == [["h100", *count, "ddp", "yes"] for count in counts]
     assert plan.certainty == "partly measured"
 
 
@@ -116,7 +117,7 @@ def test_rates_of_a_file(tmp_path, capsys):
     )
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip().startswith("h100")]
     (row,) = (row for row in rows if row[1:4] == ["8", "x", "2"])
-    assert float(row[12]) == pytest.approx(8 * 0.5, rel=0.01)  # the longest of 256 has all 8 tokens
+    assert float(row[13]) == pytest.approx(8 * 0.5, rel=0.01)  # the longest of 256 has all 8 tokens
 
 
 def test_measured_rates_in_float32(path):
