@@ -218,7 +218,7 @@ class RLTrainer(Trainer):
 
         Args:
             model: A module of this package.
-            datamodule: A `PromptDataModule`; at most about 1,000 of its prompts are tokenized, the longest among them.
+            datamodule: A `PromptDataModule`; at most about 2,000 of its prompts are tokenized, including the longest.
             device: GPU to plan for: a10, a100, h100, h100-nvl, h100-pcie, h200, l4, l40, l40s or rtx4090; defaults to
                 this machine's, or to the CPU if `trainer.accelerator` is `cpu`.
             gpus: GPUs that train on each node, such as `1,8`: a row of the table for each; defaults to

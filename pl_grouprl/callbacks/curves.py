@@ -133,7 +133,7 @@ _SMOOTHED_FROM = 30
 """From this number of points on, a running mean is drawn over the values, which are faint."""
 
 _SPARSE = 4
-"""Up to this number of points beside a long line are not connected."""
+"""Next to a long line, this many points or fewer are drawn as dots."""
 
 COLORS = ("#2563eb", "#e8590c", "#2b8a3e", "#c2255c", "#7048e8", "#0c8599", "#f08c00", "#495057")
 

@@ -71,7 +71,7 @@ class Hardware:
         gpus: Devices that train on each node.
         nodes: Nodes.
         servers: Further GPUs, which only sample.
-        strategy: One of `KNOWN`; `single` and `ddp` stand for each other, as the number of devices asks.
+        strategy: One of `KNOWN`; `single` becomes `ddp` on several devices, and `ddp` becomes `single` on one.
         device: A name in `DEVICES`, or `cpu`; None for a GPU that is not known.
         memory: Memory of a device in GiB; defaults to the memory of `device`.
 

@@ -52,7 +52,7 @@ class Workload:
         max_sequences: Sequences decoded at once on a device; None for as many as the engine chooses.
         shares: Whether the run encodes a prompt once per group.
         caches: Whether the trainer's process holds the KV caches of rollouts.
-        max_staleness: How many updates rollouts may be behind.
+        max_staleness: How many updates rollouts may lag behind.
     """
 
     prompt_lengths: Sequence[int]
@@ -420,7 +420,7 @@ def plan_run(
 
 
 def tokenized(data: PromptDataModule) -> PromptDataModule:
-    """The data module if it is set up, or a copy with about `_PROMPTS` training prompts, the longest among them."""
+    """The data module if it is set up, or a copy with at most twice `_PROMPTS` training prompts, with the longest."""
     if "train" in data.prompts:
         return data
     own = copy.copy(data)
