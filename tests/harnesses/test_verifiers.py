@@ -121,7 +121,7 @@ def test_other_weights_end_the_run(tasks, policy, server):
 
 def test_a_restarted_server_gets_the_weights_again(tasks, policy, server):
     def spoil(answer):
-        if len(server.asked) == 3 and "choices" in answer:
+        if len(server.asked) >= 3 and server.version == "test:1" and "choices" in answer:
             server.version = "default"
             raise RuntimeError
 

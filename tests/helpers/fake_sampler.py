@@ -7,10 +7,11 @@ import json
 import secrets
 import tempfile
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
+from helpers.http_servers import PatientHTTPServer
 from safetensors.torch import load_file
 
 from pl_grouprl.distributed.checksum import checksum
@@ -70,7 +71,7 @@ class FakeSampler:
             def log_message(self, *args):
                 pass
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self.server = PatientHTTPServer(("127.0.0.1", port), Handler)
         self.server.handle_error = lambda *_: None  # clients that go away
         self.port = self.server.server_port
         self.url = f"http://127.0.0.1:{self.port}"

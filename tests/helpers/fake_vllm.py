@@ -6,10 +6,11 @@ import copy
 import json
 import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import torch
+from helpers.http_servers import PatientHTTPServer
 
 from pl_grouprl.rollout.engine import PolicyEngine
 
@@ -59,7 +60,7 @@ class FakeVLLM:
             def log_message(self, *args):
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = PatientHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         self._server.handle_error = lambda *args: None  # a client that hangs up
         self.url = f"http://127.0.0.1:{self._server.server_port}"

@@ -7,8 +7,10 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from helpers.http_servers import PatientHTTPServer
 
 
 @dataclass
@@ -93,7 +95,7 @@ def judge_server(answer: Callable[[Request], Answer]) -> Iterator[tuple[JudgeSer
         def log_message(self, *args: Any) -> None:
             pass
 
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    http = PatientHTTPServer(("127.0.0.1", 0), Handler)
     http.daemon_threads = True
     thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()

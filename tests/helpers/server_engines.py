@@ -1,5 +1,9 @@
 """An engine of fake servers, with a few prompts."""
 
+import itertools
+
+from helpers.watched_processes import until
+
 from pl_grouprl.rollout import VLLMServerRolloutEngine
 from pl_grouprl.types import SamplingConfig
 
@@ -33,6 +37,19 @@ def sample(engine, prompts=PROMPTS, sampling=SAMPLING, *, num_generations=1, see
 def at(path, act):
     """A fake server's `before`: acts on requests of a path."""
     return lambda asked: act() if asked == path else None
+
+
+def after(server, answered, act):
+    """A fake server's `before`: acts on one request for rollouts, when so many more have been answered in turn."""
+    first, turns = len(server.asked), itertools.count()
+
+    def look():
+        turn = next(turns)
+        if turn <= answered:
+            until(lambda: len(server.asked) >= first + turn)
+        return act() if turn == answered else None
+
+    return at(GENERATE, look)
 
 
 def tokens(groups):

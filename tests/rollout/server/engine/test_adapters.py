@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from helpers.server_engines import GENERATE, PROMPTS, at, make_engine, sample, tokens
+from helpers.server_engines import PROMPTS, after, make_engine, sample, tokens
 from helpers.tiny_models import tiny_model
 
 from pl_grouprl.distributed.checksum import WeightsMismatchError
@@ -114,9 +114,6 @@ def test_sequences_start_again_with_a_new_adapter(adapted, servers, stopped):
     engine = separate(adapted, server)
 
     def update():
-        if len(server.asked) < 3:
-            return None
-        server.before = lambda path: None
         sync(engine, adapted)
         logprobs, spans = (
             {"content": [{"token_id": 5, "logprob": -1.0}]},
@@ -125,7 +122,7 @@ def test_sequences_start_again_with_a_new_adapter(adapted, servers, stopped):
         choice = {"token_ids": [5], "logprobs": logprobs, "finish_reason": stopped, "weight_versions": spans}
         return stopped and {"choices": [choice]}
 
-    server.before = at(GENERATE, update)
+    server.before = after(server, 3, update)
     groups = sample(engine)
     assert {version for (rollout,) in groups for version in rollout.weight_versions} == {1, 2}
     assert tokens(groups) == tokens(sample(engine))

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
-from helpers.server_engines import GENERATE, PROMPTS, at, make_engine, sample, started, tokens, weights
+from helpers.server_engines import GENERATE, PROMPTS, after, at, make_engine, sample, started, tokens, weights
 
 from pl_grouprl.distributed.checksum import WeightsMismatchError
 from pl_grouprl.rollout.engine import SamplerLostError
@@ -97,11 +97,10 @@ def test_a_server_that_restarts_in_a_rollout_is_lost(policy, servers):
     engine = started(policy, server)
 
     def restart():
-        if len(server.asked) == 3:
-            server.restart()
-            raise ConnectionAbortedError
+        server.restart()
+        raise ConnectionAbortedError
 
-    server.before = at(GENERATE, restart)
+    server.before = after(server, 3, restart)
     with pytest.raises(SamplerLostError, match="restarted"):
         sample(engine)
 
@@ -112,11 +111,9 @@ def test_a_connection_that_breaks_is_no_loss(policy, servers):
     expected = sample(engine)
 
     def cut():
-        if len(server.asked) == 10:
-            server.before = lambda path: None
-            raise ConnectionAbortedError
+        raise ConnectionAbortedError
 
-    server.before = at(GENERATE, cut)
+    server.before = after(server, 3, cut)
     assert sample(engine) == expected
 
 
@@ -151,10 +148,9 @@ def test_another_trainer_in_a_rollout_is_noticed(policy, servers):
     engine.update_weights(weights(policy), version=2)
 
     def intrude():
-        server.before = lambda path: None
         other.update_weights(weights(policy), version=2)
 
-    server.before = at(GENERATE, intrude)
+    server.before = after(server, 0, intrude)
     with pytest.raises(WeightsMismatchError, match="another trainer"):
         sample(engine)
 

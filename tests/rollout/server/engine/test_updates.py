@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.fake_sampler import FakeSampler
 from helpers.scripts import run_script
-from helpers.server_engines import GENERATE, at, make_engine, sample, started, tokens, weights
+from helpers.server_engines import after, at, make_engine, sample, started, tokens, weights
 
 from pl_grouprl.distributed.checksum import WeightsMismatchError
 from pl_grouprl.rollout.engine import SamplerLostError
@@ -195,13 +195,7 @@ def in_flight(servers, policy, during, **options):
     server = servers()
     engine = started(policy, server, **options)
 
-    def update():
-        if len(server.asked) == 3:
-            server.before = lambda path: None
-            return during(engine, server)
-        return None
-
-    server.before = at(GENERATE, update)
+    server.before = after(server, 3, lambda: during(engine, server))
     return engine, sample(engine)
 
 
