@@ -53,26 +53,22 @@ class Room:
 
     Attributes:
         tokens: Largest `max_tokens_per_micro_batch` with gradient checkpointing; 0 or less if nothing fits.
-        tokens_without: The same without checkpointing.
         sequences: Number of sequences of `SEQUENCE` tokens that can be decoded at once.
     """
 
     tokens: int
-    tokens_without: int
     sequences: int
 
-    def __str__(self) -> str:
-        """A cell of the table."""
+    def cells(self) -> tuple[str, str]:
+        """Both as cells of the table."""
         if self.tokens < SEQUENCE or self.sequences < 1:
-            return "-"
-        without = short(self.tokens_without) if self.tokens_without >= SEQUENCE else "-"
-        return f"{short(self.tokens)} ({without}), {self.sequences}"
+            return "-", "-"
+        return short(self.tokens), str(self.sequences)
 
 
 def room_on(gpu: int, held: Footprint) -> Room:
     """Compute what is left on a GPU with this many GiB."""
-    with_, without = (held.largest_budget(gpu, checkpointing) for checkpointing in (True, False))
-    return Room(with_, without, held.cached_tokens(gpu) // SEQUENCE)
+    return Room(held.largest_budget(gpu, True), held.cached_tokens(gpu) // SEQUENCE)
 
 
 def short(tokens: int) -> str:
@@ -84,18 +80,14 @@ def short(tokens: int) -> str:
 
 def table() -> str:
     """The rows in Markdown."""
-    heads = [f"{gpu} GB" for gpu in GPUS]
-    lines = [
-        f"| Qwen3 | training | weights | gradients | moments | reference | {' | '.join(heads)} |",
-        "|" + "---|" * (6 + len(heads)),
-    ]
+    heads = [f"{what}, {gpu} GB" for what in ("tokens", "sequences") for gpu in GPUS]
+    lines = [f"| Qwen3 | training | GiB held | {' | '.join(heads)} |", "|" + "---|" * (3 + len(heads))]
     for size in SIZES:
         for method in METHODS:
             held = footprint(size, method)
-            parts = [held.policy.weights, held.policy.gradients, held.policy.moments, held.reference]
-            numbers = [f"{part / GIB:.2f}" if part else "" for part in parts]
-            cells = [str(room_on(gpu, held)) for gpu in GPUS]
-            lines.append(f"| {size} | {method.name} | {' | '.join([*numbers, *cells])} |")
+            gib = (held.policy.weights + held.policy.gradients + held.policy.moments + held.reference) / GIB
+            tokens, sequences = zip(*(room_on(gpu, held).cells() for gpu in GPUS), strict=True)
+            lines.append(f"| {size} | {method.name} | {' | '.join([f'{gib:.1f}', *tokens, *sequences])} |")
     return "\n".join(lines) + "\n"
 
 

@@ -68,7 +68,7 @@ def tree_advantages(
 
     V(v) is unbiased for the expected reward at the end of v, and the siblings do not depend on its tokens, so with the
     leaf weights (see the module) the gradient is unbiased. A mean over all *leaves* beneath v, as in TreeRL
-    (arXiv:2506.11902, eq. 2-4), is biased if branches end early, toward the outcomes that branch further. TreeRL adds
+    (arXiv:2506.11902), is biased if branches end early, toward the outcomes that branch further. TreeRL adds
     V(v) - V(prompt) to V(v) - V(parent), and divides by the square root of the number of leaves in place of leaf
     weights; TreeRPO (arXiv:2506.05183) has the same recursive means, normalized among siblings.
 

@@ -24,7 +24,7 @@ REWARD_SCALES = ("group", "batch", "none")
 def group_relative_advantages(
     rewards: Tensor, group_ids: Tensor | Sequence[int], *, scale: str = "group", eps: float = 1e-6
 ) -> Tensor:
-    """Center each reward on its group's mean and divide by a standard deviation (GRPO, arXiv:2402.03300, eq. 3).
+    """Center rewards on their group's mean and divide by a standard deviation (GRPO, arXiv:2402.03300, section 4.1.2).
 
     Equal to verl's `grpo` and, with `eps=1e-4`, to TRL's `scale_rewards` of the same name.
 
