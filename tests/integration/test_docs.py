@@ -3,17 +3,23 @@
 import inspect
 import pkgutil
 import re
+from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from helpers.cli_runs import config_of
 from helpers.documents import DOCS, blocks
+from helpers.qwen_tokenizer import qwen_tokenizer
 from lightning.pytorch import Callback, Trainer
 
 from pl_grouprl import GRPO, PPO, PromptDataModule, SamplingConfig, SharedPrefixCallback
 from pl_grouprl.algorithms import OptimizerConfig
+from pl_grouprl.chat import ChatFormat
 from pl_grouprl.demo import MostFrequentDigit, WarmStartedPolicy
+from pl_grouprl.episodes.loop import EpisodeLimits, EpisodeLoop
+from pl_grouprl.episodes.runner import ToolRunner
 from pl_grouprl.functional import advantages, policy_loss
 from pl_grouprl.models import LoRAAdapter, PretrainedPolicy
 from pl_grouprl.rewards import LeadingCorrectCharacters
@@ -28,6 +34,7 @@ from pl_grouprl.training import (
     RewardCallOptions,
     SharingOptions,
 )
+from pl_grouprl.types import Prompt, Rollout
 
 ENGINES = HFRolloutEngine, VLLMRolloutEngine, VLLMServerRolloutEngine
 
@@ -104,6 +111,51 @@ def test_the_python_of_the_readme_trains(tmp_path, monkeypatch):
         own.name for own in folder.iterdir()
     }
     assert issubclass(names["MedianBaseline"], GRPO)
+
+
+def test_the_table_of_token_groups_is_what_the_block_before_it_computes():
+    names = {"__name__": "docs_group_ppo"}
+    exec(blocks("group_ppo.md", "python")[0][1], names)
+    lines = (DOCS / "group_ppo.md").read_text(encoding="utf-8").splitlines()
+    cells = [[cell.strip(" *") for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
+    shown = {name: own for name, *own in cells}
+    of = {
+        "critic's prediction before the token": "values",
+        "td error": "errors",
+        "advantage in GROUP PPO": "by_group",
+        "in PPO": "by_token",
+    }
+    for row, name in of.items():
+        assert shown[row] == [f"{number:.2f}" for number in names[name][0].tolist()], row
+    assert shown["token group"] == [str(index) for index in names["groups"].group_index[0].tolist()]
+
+
+def test_the_transcript_of_an_episode_is_what_the_tool_of_the_page_makes():
+    names = {"__name__": "docs_agents"}
+    exec(blocks("agents.md", "python")[0][1], names)
+    (text,) = (text for _, text in blocks("agents.md", "text"))
+    shown = [line[8:].replace("⏎", "\n") for line in text.splitlines()]
+    tokenizer = qwen_tokenizer()
+    chat, runner = ChatFormat(tokenizer, "qwen3"), ToolRunner([names["multiply"]])
+    question = [{"role": "user", "content": "What is 12 * 34?"}]
+    prompt = Prompt(chat.encode_prompt(question, runner.schemas()), prompt=question)
+    turns = [Rollout(tokenizer(turn)["input_ids"], finish_reason="stop") for turn in (shown[1], shown[3])]
+    sampler = SimpleNamespace(
+        max_length=None,
+        is_concurrent=False,
+        sample=lambda number, rollouts, limits: [turns[number]],
+        raise_together=lambda run: run(),
+        any_open=bool,
+    )
+    try:
+        _, [[episode]] = EpisodeLoop(chat, runner, EpisodeLimits()).run(sampler, [prompt], [0], 999, 1)
+    finally:
+        runner.close()
+    tokens = zip(episode.loss_mask, episode.token_ids, strict=True)
+    parts = [(trained, [own for _, own in part]) for trained, part in groupby(tokens, lambda token: token[0])]
+    assert [trained for trained, _ in parts] == [1, 0, 1]
+    assert [tokenizer.decode(own) for _, own in parts] == shown[1:]
+    assert tokenizer.decode(prompt.token_ids).endswith(shown[0].removeprefix("... "))
 
 
 @pytest.mark.parametrize(
