@@ -236,7 +236,9 @@ def draw_panel(axes: Sequence[Any], title: str, runs: Mapping[str, Points]) -> N
     wanted = PANELS.get(title, (title,))
     names = {run: select(points, wanted) for run, points in runs.items()}
     values = [value for run, points in runs.items() for name in names[run] for _, value in points[name]]
-    limits = None if title in NEVER_CUT else robust_limits(values)
+    least = LEAST_HEIGHTS.get(title, 0.0)
+    is_whole = title in NEVER_CUT or max(values, default=0.0) - min(values, default=0.0) < least
+    limits = None if is_whole else robust_limits(values)
     heading = title if limits is None else f"{title}, peaks cut off"
     if len(axes) < len(runs):
         lines = [(points, name, run) for run, points in runs.items() for name in names[run]]
@@ -252,10 +254,10 @@ def draw_panel(axes: Sequence[Any], title: str, runs: Mapping[str, Points]) -> N
     if title in FROM_ZERO:
         scaled.set_ylim(0, 1.05 * scaled.get_ylim()[1])
     if not any(values):
-        scaled.set_ylim(0, 0.01)
+        scaled.set_ylim(-0.0005, 0.01)  # the line lies above the edge
     low, high = scaled.get_ylim()
-    if high - low < LEAST_HEIGHTS.get(title, 0.0):
-        scaled.set_ylim(low, low + LEAST_HEIGHTS[title])
+    if high - low < least:
+        scaled.set_ylim(low - least / 20, low + least)
     if high >= 10_000:
         scaled.yaxis.set_major_formatter("{x:,.0f}")
 
