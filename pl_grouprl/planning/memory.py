@@ -103,6 +103,11 @@ class Hardware:
         return self.gpus * self.nodes
 
     @property
+    def label(self) -> str:
+        """The device, or its memory if that is all that is known of it."""
+        return self.device or f"{self.memory:.0f} GB"
+
+    @property
     def gib(self) -> float | None:
         """Memory of a device in GiB; None if it is not known."""
         if self.memory is not None or self.device is None:
@@ -413,7 +418,7 @@ class LayerBytes:
         config: The decoder's config.
         kept: What its layers keep for the backward pass.
         trains_all: Whether all weights are trained, not an adapter.
-        width: Bytes of a value in the KV cache.
+        width: Bytes of a value in the KV cache, and of a weight of a sampling server.
         is_counted: Whether `kept` is counted; an upper estimate otherwise.
     """
 
@@ -611,6 +616,7 @@ class PlannedModels:
         has_adapter: Whether the policy trains an adapter.
         has_critic: Whether there is a critic with its own backbone.
         checkpointing: How layers recompute their activations.
+        teacher: Bytes of the teacher, which the footprint's reference includes.
     """
 
     name: str
@@ -621,12 +627,14 @@ class PlannedModels:
     has_adapter: bool
     has_critic: bool
     checkpointing: Checkpointing
+    teacher: int = 0
     _methods: dict[Method, Footprint] = field(default_factory=dict)
 
     def with_method(self, method: Method) -> Footprint:
         """Memory of another method for the same policy, built once."""
         if method not in self._methods:
-            self._methods[method] = footprint_of_method(self.config, method)
+            own = footprint_of_method(self.config, method)
+            self._methods[method] = replace(own, reference=own.reference + self.teacher)
         return self._methods[method]
 
 
@@ -651,29 +659,29 @@ def plan_models(module: Any, hardware: Hardware) -> PlannedModels:
     bits = module.optimizer_config.state_bits
     four_bits = getattr(source, "quantization", None) is not None
     held = held_bytes(policy, state_bits=bits, four_bits=four_bits, autocast=mixed)
-    sampled = dtype  # engines of other classes do not run the weights
-    if isinstance(module.engine, HFRolloutEngine):
-        if module.engine.dtype != "auto":
-            sampled = getattr(torch, module.engine.dtype)
-        elif hardware.precision == "bf16-mixed":
-            sampled = torch.bfloat16
+    engine, sampled = module.engine, dtype
+    if getattr(engine, "dtype", "auto") != "auto":
+        sampled = getattr(torch, engine.dtype)
+    elif hardware.precision == "bf16-mixed" or hasattr(engine, "urls"):  # vLLM's servers choose 16 bits
+        sampled = torch.bfloat16
     layers = LayerBytes.of(policy, autocast=mixed, width=sampled.itemsize)
     critic_held, critic_layers = _critic(module, config, dtype, hardware)
-    reference = held.weights if adapter is None and module.kl_penalty.is_used else 0
+    reference, taught = held.weights if adapter is None and module.kl_penalty.is_used else 0, 0
     if (teacher := getattr(module, "teacher_source", None)) is not None:
-        reference += held_bytes(empty_model(*load_config(teacher, "teacher", hardware.precision))).weights
-    copy = num_parameters * sampled.itemsize if sampled != dtype else 0
+        taught = held_bytes(empty_model(*load_config(teacher, "teacher", hardware.precision))).weights
+    copy = num_parameters * sampled.itemsize if sampled != dtype and isinstance(engine, HFRolloutEngine) else 0
     return PlannedModels(
         name=type(policy).__name__,
         num_parameters=num_parameters,
         config=config,
-        footprint=Footprint(held, layers, reference, critic_held, critic_layers, sampling_copy=copy),
+        footprint=Footprint(held, layers, reference + taught, critic_held, critic_layers, sampling_copy=copy),
         cost=cost,
         has_adapter=adapter is not None,
         has_critic=critic_layers is not None,
         checkpointing=checkpoints_activations(
             getattr(source, "gradient_checkpointing", False), "cpu" if hardware.device == "cpu" else "cuda"
         ),
+        teacher=taught,
     )
 
 

@@ -27,7 +27,7 @@ from pl_grouprl.planning.memory import (
 )
 from pl_grouprl.planning.scaling import UTILIZATION, Lengths, Rates, StepModel, StepTimes
 from pl_grouprl.rollout import HFRolloutEngine
-from pl_grouprl.utilities.device_defaults import DEVICES, Checkpointing, sequence_bytes, sequences_at_once
+from pl_grouprl.utilities.device_defaults import DEVICES, sequence_bytes, sequences_at_once
 
 _PROMPTS = 1024
 """Number of prompts to tokenize, evenly spaced by length, or a batch if that is larger."""
@@ -133,6 +133,9 @@ class Workload:
 GPUS = (24, 48, 80, 141)
 """Memory in GiB, for a plan that names no GPU."""
 
+SERVED = 0.92
+"""Share of a GPU that a vLLM server (0.32) takes for weights, activations and caches: its `gpu_memory_utilization`."""
+
 _REMEDIES = {
     "8-bit AdamW": "optimizer.state_bits: 8",
     "LoRA": "policy dtype: bfloat16 and adapter: {r: 16}",
@@ -187,18 +190,18 @@ class RunPlan:
 
     # Memory. A group's rollouts share the cache of its prompt wherever sequences or bytes are counted.
 
-    def sampled_bytes(self, sequences: int, footprint: Footprint | None = None) -> int:
+    def sampled_bytes(self, sequences: int) -> int:
         """Peak memory of rollouts that decode this many sequences at once: what is held, caches, logits."""
-        held, work = footprint or self.footprint, self.workload
+        held, work = self.footprint, self.workload
         prompts = math.ceil(sequences / work.num_generations)
         caches = held.layers.caches(prompts, work.prompt_lengths[-1], sequences, work.response)
         logits = sequences * sequence_bytes(held.layers.config, 0, held.layers.width)
         return held.resident + held.gathered + held.sampling_copy + (caches + logits if work.caches else 0)
 
-    def most_sequences(self, gib: float, footprint: Footprint | None = None) -> int:
+    def most_sequences(self, gib: float) -> int:
         """Maximum number of sequences that a device of this size can decode at once; 0 if there is no room."""
         everyone = range(1, self.workload.sequences + 1)
-        return bisect_right(everyone, gib * GIB * USABLE, key=lambda count: self.sampled_bytes(count, footprint))
+        return bisect_right(everyone, gib * GIB * USABLE, key=self.sampled_bytes)
 
     def sequences(self, gib: float) -> int:
         """Sequences that a device decodes at once: `max_sequences`, or by the rule of `HFRolloutEngine`."""
@@ -222,40 +225,51 @@ class RunPlan:
         activations = held.activations(tokens, checkpointing) + held.logits(tokens, checkpointing)
         return held.resident + held.copies + activations
 
-    def budget(self, gib: float, footprint: Footprint | None = None, checkpointing: Checkpointing | None = None) -> int:
+    def budget(self, gib: float) -> int:
         """Largest `max_tokens_per_micro_batch` that fits on a device, rounded down; 0 if the data needs more."""
-        recomputes = self.models.checkpointing if checkpointing is None else checkpointing
-        tokens = (footprint or self.footprint).largest_budget(gib, recomputes)
+        tokens = self.footprint.largest_budget(gib, self.models.checkpointing)
         smallest = self.workload.smallest_budget
         return max(rounded(tokens), smallest) if tokens >= smallest else 0
 
-    def remedy(self, gib: float) -> Remedy:
-        """What to set so that the run fits on a device of this size with a tenth of its memory left free."""
-        usable, work, held = gib * GIB * USABLE, self.workload, self.footprint
-        options = []
+    def served(self, tokens: int) -> int:
+        """Sequences of this length whose caches fit beside the weights on a server's GPU, without activations."""
+        layers = self.models.footprint.layers
+        room = (self.hardware.gib or 0.0) * GIB * SERVED - self.models.num_parameters * layers.width
+        return max(0, int(room // max(1, layers.caches(1, tokens, 1, 0))))
+
+    def too_large(self, gib: float) -> list[str]:
+        """The batches that do not fit on a device of this size, as options with the largest values that do."""
+        usable, options = gib * GIB * USABLE, []
         if self.update_bytes(gib) > usable:
             options.append(f"max_tokens_per_micro_batch: {self.budget(gib)}")
         if self.sampled_bytes(self.sequences(gib)) > usable:
             options.append(f"engine.init_args.max_sequences: {self.most_sequences(gib)}")
-        if not options:
+        return options
+
+    def remedy(self, gib: float) -> Remedy:
+        """All that has to be set so that the run fits on a device of this size with a tenth of its memory left free."""
+        models, held = self.models, self.footprint
+        if not (options := self.too_large(gib)):
             return Remedy("yes")
         if self.budget(gib) and self.most_sequences(gib):
             return Remedy("smaller batches", " and ".join(options))
+        others: list[tuple[str, str, RunPlan]] = []
         if held.critic.weights == 0 and self.hardware.processes == 1:
-            for name in _REMEDIES:
+            mixed = "" if self.hardware.precision == "bf16-mixed" else "--trainer.precision bf16-mixed, "
+            for name, option in _REMEDIES.items():
                 method = next(method for method in METHODS if method.name == name)
-                own = self.models.with_method(replace(method, has_reference=held.reference > 0))
-                budget = self.budget(gib, own, True)
-                if own.resident < held.resident and budget and self.most_sequences(gib, own):
-                    tokens = f"max_tokens_per_micro_batch: {min(budget, work.longest_micro_batch)}"
-                    return Remedy(name, ", ".join([_REMEDIES[name], "gradient_checkpointing: true", tokens]))
+                own = models.with_method(replace(method, has_reference=held.reference > models.teacher))
+                if own.resident < held.resident:
+                    run = replace(self, models=replace(models, footprint=own, checkpointing=True))
+                    others.append((name, mixed + option, run))
         for devices in (2, 4, 8, 16, 32, 64):
             run = self.on(replace(self.hardware, gpus=devices, nodes=1, strategy="fsdp2"))
-            if run.budget(gib, checkpointing=True) and run.most_sequences(gib):
-                size = f"--trainer.devices {devices} --trainer.strategy.init_args.data_parallel_size {devices}"
-                return Remedy(
-                    f"fsdp2 on {devices}", f"--config strategy/fsdp2.yaml {size}, gradient_checkpointing: true"
-                )
+            size = f"--trainer.devices {devices} --trainer.strategy.init_args.data_parallel_size {devices}"
+            run = replace(run, models=replace(models, checkpointing=True))
+            others.append((f"fsdp2 on {devices}", f"--config strategy/fsdp2.yaml {size}", run))
+        for name, option, run in others:
+            if run.budget(gib) and run.most_sequences(gib):
+                return Remedy(name, ", ".join([option, "gradient_checkpointing: true", *run.too_large(gib)]))
         return Remedy("no", "a smaller model or a smaller sampling.max_new_tokens")
 
     def memory(self, gib: float) -> dict[str, int]:
@@ -446,27 +460,14 @@ _TIMES = ("rollouts", "scoring", "update", "weights", "step")
 
 def _table(rows: Sequence[RunPlan], remedies: Sequence[Remedy]) -> Iterator[str]:
     """A line for each row; memory in GiB, time in seconds."""
-    head = (
-        "GPU",
-        "GPUs",
-        "servers",
-        "all",
-        "strategy",
-        "fits",
-        "GiB",
-        "of",
-        "micro-batch",
-        "at most",
-        "at once",
-        *_TIMES,
-    )
-    lines = [(*head, "rates")]
+    head = ["GPU", "GPUs", "servers", "all", "strategy", "fits", "GiB", "of", "micro-batch", "at most", "at once"]
+    lines = [(*head, *_TIMES, "rates")]
     for row, remedy in zip(rows, remedies, strict=True):
         where, gib, times = row.hardware, row.hardware.memory or 0.0, row.step()
         at_once = row.sequences(gib)
         peak = max(row.update_bytes(gib), row.sampled_bytes(at_once)) / GIB
         cells = [
-            where.device or f"{gib:.0f} GB",
+            where.label,
             f"{where.gpus}" if where.nodes == 1 else f"{where.gpus} x {where.nodes}",
             f"{where.servers}",
             f"{where.gpus * where.nodes + where.servers}",
@@ -492,6 +493,21 @@ def _seconds(value: float) -> str:
     return "<0.01" if 0 < value < 0.01 else f"{value:.2g}" if value < 10 else f"{value:.0f}"
 
 
+def describe_servers(rows: Sequence[RunPlan]) -> str:
+    """What fits on a server's GPU; vLLM has to hold at least one sequence of its `max_model_len`."""
+    models, layers, work = rows[0].models, rows[0].models.footprint.layers, rows[0].workload
+    longest = work.prompt_lengths[-1] + work.response
+    most = getattr(layers.config, "max_position_embeddings", None) or longest
+    fits = {row.hardware.label: row.served(longest) for row in rows}
+    said = f"Beside weights of {models.num_parameters * layers.width / GIB:.1f} GiB, and without activations, "
+    said += f"{SERVED:.0%} of a server's GPU have room for sequences of {longest:,} tokens: "
+    said += ", ".join(f"{number:,} on {name}" for name, number in fits.items())
+    if not all(fits.values()):
+        return f"{said}; where there is none, give a server more GPUs: --tensor-parallel-size 2."
+    is_short = all(row.served(most) for row in rows)
+    return said + ("." if is_short else f"; set --max-model-len {longest}, or vLLM needs room for one of {most:,}.")
+
+
 def _sentences(rows: Sequence[RunPlan], remedies: Sequence[Remedy]) -> Iterator[str]:
     """What limits the first row, what to change first, how sure that is, and what is not counted."""
     first = rows[0]
@@ -501,27 +517,23 @@ def _sentences(rows: Sequence[RunPlan], remedies: Sequence[Remedy]) -> Iterator[
     memory = list(first.memory(gib).items())
     parts = dict(memory[:8] if in_update else memory[:5] + memory[8:])
     largest = max(parts, key=parts.__getitem__)
-    limit = (
-        f"Memory peaks in {'updates' if in_update else 'rollouts'}, {parts[largest] / sum(parts.values()):.0%} of it "
-    )
-    limit += f"for {largest}"
+    limit = f"Memory peaks in {'updates' if in_update else 'rollouts'}, {parts[largest] / sum(parts.values()):.0%}"
+    limit += f" of it for {largest}"
     if times is not None:
         name, seconds = max(zip(_TIMES[:-1], _columns(times), strict=False), key=lambda column: column[1])
         limit += f"; {name} take{'s' * (not name.endswith('s'))} the most time"
         if name == "rollouts" and times.longest:
             limit += f", {times.longest / seconds:.0%} of it for the longest completion"
     yield f"{limit}."
-    changes = dict.fromkeys(
-        f"{row.hardware.device or f'{row.hardware.memory:.0f} GB'}: {remedy.options}"
-        for row, remedy in zip(rows, remedies, strict=True)
-        if remedy.options
-    )
-    if changes:
+    told = zip(rows, remedies, strict=True)
+    if changes := dict.fromkeys(f"{row.hardware.label}: {own.options}" for row, own in told if own.options):
         yield f"To fit, set first on {'; on '.join(changes)}."
     elif work.caches and work.max_sequences is None and (most := first.most_sequences(gib)) > at_once:
         yield f"It fits; to sample more at once, set engine.init_args.max_sequences: {most}, the most that fits."
     else:
         yield "It fits as configured."
+    if on_servers := [row for row in rows if row.hardware.servers and row.hardware.device != "cpu"]:
+        yield describe_servers(on_servers)
     speedup = work.operations(cost, "repeated") / work.operations(cost, "shared")
     yield (
         f"Sharing prompts {'encodes' if work.shares else 'would encode'} {work.tokens('shared'):,.0f} tokens a pass "
@@ -535,5 +547,5 @@ def _sentences(rows: Sequence[RunPlan], remedies: Sequence[Remedy]) -> Iterator[
     else:
         sure = "unknown without --device"
     yield f"Memory is {counted}, at most {USABLE:.0%} of a device; time is {sure}."
-    engine = "" if work.caches else "the sampling engine's memory, "
+    engine = "" if work.caches or on_servers else "the sampling engine's memory, "
     yield f"Not counted: {engine}prefill, tool results, images, rewards and their models."

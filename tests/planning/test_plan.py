@@ -1,7 +1,9 @@
 """The plan of a run has the figures of the run."""
 
 import json
+import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,20 +12,25 @@ from helpers.quantized import save_policy
 from helpers.qwen_tokenizer import qwen_tokenizer
 from helpers.sweeps import sweep_pairs
 
-from pl_grouprl import GRPO, PPO, OptimizerConfig, PromptDataModule, SamplingConfig
+from pl_grouprl import GRPO, PPO, Distillation, OptimizerConfig, PromptDataModule, SamplingConfig
 from pl_grouprl.chat.format import read_template
 from pl_grouprl.cli import RLTrainer, main
-from pl_grouprl.models import LoRAAdapter, LoRACritic, PretrainedCritic, PretrainedPolicy, SharedTrunkCritic
+from pl_grouprl.models import FourBit, LoRAAdapter, LoRACritic, PretrainedCritic, PretrainedPolicy, SharedTrunkCritic
 from pl_grouprl.planning import Hardware, plan_run
 from pl_grouprl.planning.memory import count_devices, strategy_name
-from pl_grouprl.planning.plan import rounded
-from pl_grouprl.rollout import HFRolloutEngine
+from pl_grouprl.planning.plan import describe_servers, rounded
+from pl_grouprl.rollout import HFRolloutEngine, VLLMServerRolloutEngine
 from pl_grouprl.rollout.engine import SampleRequest
 from pl_grouprl.training.micro_batches import SharingOptions
 from pl_grouprl.training.optimizer import build_optimizer
 
 ROWS = [{"prompt": "1 2 3 4", "answer": "4"}, {"prompt": "1 2", "answer": "2"}]
-SIZES = {"0.6B": (1024, 3072, 28, 16), "1.7B": (2048, 6144, 28, 16), "4B": (2560, 9728, 36, 32)}
+SIZES = {
+    "0.6B": (1024, 3072, 28, 16),
+    "1.7B": (2048, 6144, 28, 16),
+    "4B": (2560, 9728, 36, 32),
+    "short": (2048, 6144, 8, 16),
+}
 
 
 @pytest.fixture(scope="module")
@@ -248,6 +255,88 @@ def test_less_memory_would_not_do(config, size, gib, options, tmp_path, monkeypa
     (line,) = (line for line in page.splitlines() if line.strip().startswith(f"{gib} GB"))
     assert f"  {'8-bit AdamW' if gib == 80 else 'LoRA'}  " in line
     assert f"{gib} GB: {'optimizer.state_bits: 8' if gib == 80 else 'policy dtype: bfloat16 and adapter'}" in page
+
+
+AS_THE_REMEDY_SAYS = {
+    "smaller batches": {},
+    "8-bit AdamW": {"optimizer": OptimizerConfig(state_bits=8)},
+    "LoRA": {"dtype": "bfloat16", "adapter": LoRAAdapter(r=16)},
+    "4 bits and LoRA": {
+        "dtype": "bfloat16", "adapter": LoRAAdapter(r=16), "quantization": FourBit(compute_dtype="bfloat16"),
+    },
+    "fsdp2 on 2": {"devices": 2, "strategy": {"class_path": "ModelParallelStrategy"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("precision", "devices", "is_taught", "remedies"),
+    [
+        ("32-true", 1, False, {120: "smaller batches", 12: "8-bit AdamW", 4: "LoRA"}),
+        ("bf16-mixed", 1, True, {120: "smaller batches", 14: "8-bit AdamW", 5: "LoRA", 2.8: "4 bits and LoRA"}),
+        ("bf16-mixed", 2, False, {14: "fsdp2 on 2"}),
+    ],
+)
+def test_a_remedy_names_all_that_has_to_be_set(precision, devices, is_taught, remedies, tmp_path):
+    """Batches given too large are too large for another method, too; planned again as the remedy says, the run fits."""
+    save_config_and_rows(tmp_path, "short")
+    folder = str(tmp_path / "Qwen" / "Qwen3-short")
+
+    def plan(precision, tokens, sequences, dtype="float32", optimizer=None, devices=1, strategy="auto", **low_rank):
+        policy = PretrainedPolicy(folder, dtype, gradient_checkpointing=True, **low_rank)
+        module = (partial(Distillation, teacher=PretrainedPolicy(folder, "bfloat16")) if is_taught else GRPO)(
+            policy, rewards=zero, num_generations=4096, sampling=SamplingConfig(max_new_tokens=512),
+            optimizer=optimizer or OptimizerConfig(), engine=HFRolloutEngine(max_sequences=sequences),
+            max_tokens_per_micro_batch=tokens,
+        )  # fmt: skip
+        return planned(module, precision=precision, devices=devices, strategy=strategy)
+
+    given = {"max_tokens_per_micro_batch": 10**6, "max_sequences": 8000}
+    first = plan(precision, *given.values(), devices=devices)
+    for gib, name in remedies.items():
+        remedy = first.remedy(gib)
+        assert remedy.name == name
+        said = {option: int(number) for option, number in re.findall(r"(max_\w+): (\d+)", remedy.options)}
+        assert said.keys() == given.keys()
+        changed = next(iter(re.findall(r"--trainer.precision (\S+),", remedy.options)), precision)
+        again = plan(changed, *said.values(), **AS_THE_REMEDY_SAYS[name])
+        assert again.remedy(gib).name == "yes"
+
+
+def test_servers_hold_weights_and_caches_by_hand(tmp_path, monkeypatch, capsys):
+    """2 bytes per parameter; 112 KiB of keys and values per token, as vLLM reports for Qwen3-0.6B; 0.92 of the GPU."""
+    save_config_and_rows(tmp_path, "0.6B")
+    monkeypatch.chdir(tmp_path)
+    arguments = ["plan", "--config", "grpo_qwen3_gsm8k.yaml", "--device", "l4", "--servers", "0,2"]
+    main(arguments)
+    page = capsys.readouterr().out
+    count, token = 596_049_920, 28 * 2 * 8 * 128 * 2
+    (said,) = (line for line in page.splitlines() if "of a server's GPU" in line)
+    longest = int(re.search(r"sequences of ([\d,]+) tokens", said)[1].replace(",", ""))
+    assert "weights of 1.1 GiB" in said
+    fit = int((0.92 * 24 * 2**30 - 2 * count) // (longest * token))
+    assert said.endswith(f" tokens: {fit:,} on l4.")  # 40,960 tokens fit, too: 4.4 GiB
+    assert "the sampling engine's memory" not in page
+    main([*arguments[:-1], "0"])
+    assert "server's GPU" not in capsys.readouterr().out
+
+
+def test_servers_that_are_too_small(path):
+    plan = planned(
+        GRPO(path, zero, engine=VLLMServerRolloutEngine(dtype="float32"), sampling=SamplingConfig(max_new_tokens=6))
+    )
+    weights, longest = 4 * plan.models.num_parameters, plan.workload.prompt_lengths[-1] + plan.workload.response
+    config = plan.models.config
+    token = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * 4
+    most = config.max_position_embeddings
+    for bytes_of_caches, served, said in [
+        (token * longest - 1, 0, "give a server more GPUs: --tensor-parallel-size 2."),
+        (token * longest + 1, 1, f"set --max-model-len {longest}, or vLLM needs room for one of {most:,}."),
+        (token * most + 1, most // longest, f"sequences of {longest:,} tokens: {most // longest} on 0 GB."),
+    ]:
+        gib = (weights + bytes_of_caches) / 0.92 / 2**30
+        row = plan.on(replace(plan.hardware, memory=gib, servers=1, device=None))
+        assert row.served(longest) == served
+        assert said in describe_servers([row])
 
 
 def test_too_few_prompts_are_an_error(path):
