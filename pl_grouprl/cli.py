@@ -11,6 +11,7 @@ import difflib
 import gc
 import inspect
 import json
+import linecache
 import logging
 import os
 import re
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from pydoc import locate
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from unittest.mock import patch
 
 import yaml
 from jsonargparse import ActionConfigFile, auto_cli
@@ -28,6 +30,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
+from pl_grouprl.utilities import optional
 from pl_grouprl.utilities.checkpoint_files import last_checkpoint, load_verified
 from pl_grouprl.utilities.device_defaults import default_precision
 from pl_grouprl.utilities.loggers import prepare_loggers
@@ -103,6 +106,15 @@ class ConfigFile(ActionConfigFile):
         super().__call__(parser, cfg, found, option_string)
 
 
+def _refuses(error: Exception) -> bool:
+    """Whether code of this package raised the error on purpose, so that its text is all that a user needs."""
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    if not frame.f_globals.get("__name__", "").startswith("pl_grouprl."):
+        return False
+    is_raised = linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("raise ")
+    return isinstance(error, OSError | ImportError) or (isinstance(error, TypeError | ValueError) and is_raised)
+
+
 class RLParser(LightningArgumentParser):
     """Lightning's parser without abbreviations; its errors suggest the nearest option."""
 
@@ -140,9 +152,7 @@ class RLParser(LightningArgumentParser):
             cause = error
             while str(cause).startswith(_WRAPPED) and isinstance(cause.__cause__, Exception):
                 cause = cause.__cause__
-        frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__)]
-        raised_in = frames[-1].f_globals.get("__name__", "")
-        if raised_in.startswith("pl_grouprl.") and isinstance(cause, TypeError | ValueError | OSError | ImportError):
+        if _refuses(cause):
             self.exit(2, f"error: {cause}\n")
         raise cause
 
@@ -368,6 +378,11 @@ class RLCLI(LightningCLI):
             for name, value in bare.items():
                 options[name] = value
 
+    def instantiate_classes(self) -> None:
+        """Create the objects. A plan starts no engine, so it needs no vLLM."""
+        with patch.object(optional, "VLLM_AVAILABLE", optional.VLLM_AVAILABLE or self.subcommand == "plan"):
+            super().instantiate_classes()
+
     def _parse_ckpt_path(self) -> None:
         """Do nothing: options come from the command line; a checkpoint provides weights and state only."""
 
@@ -514,7 +529,13 @@ def main(args: Sequence[str] | None = None) -> None:
         if args is None and given[:1] == ["plan"]:  # nothing but the plan
             for name in ("lightning.fabric", "lightning.pytorch"):
                 logging.getLogger(name).setLevel(logging.WARNING)
-        RLCLI(args)
+        try:
+            RLCLI(args)
+        except Exception as error:
+            functions = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
+            if "setup" in functions and _refuses(error) and error.__cause__ is None:
+                sys.exit(f"error: {error}")  # of a callback, the module or the data, before anything has run
+            raise
 
 
 if __name__ == "__main__":

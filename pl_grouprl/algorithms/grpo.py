@@ -148,10 +148,7 @@ class GRPO(RLModule):
         num_rollouts, num_tokens = len(buffer.rollout_lengths), int(buffer.rollout_lengths.sum())
         given = private_copy(groups) if is_custom(self.compute_advantages) else groups
         advantages = checked_tensor(
-            self.compute_advantages(given),
-            f"{type(self).__name__}.compute_advantages",
-            (num_rollouts,),
-            (num_tokens,),
+            self.compute_advantages(given), f"{type(self).__name__}.compute_advantages", (num_rollouts,), (num_tokens,)
         )
         # With as many rollouts as tokens, the shape cannot tell.
         one_per_token = len(advantages) == num_tokens and (num_tokens != num_rollouts or has_token_rewards(groups))

@@ -285,10 +285,7 @@ class PPO(RLModule):
         weights_E = episode_leaf_weights(buffer.groups, mask_ET, self.device)
         buffer.put("advantages", from_rows(advantages_ET * weights_E[:, None], lengths_E))
         explained = explained_variance(
-            values_N,
-            buffer.joined("returns"),
-            mask_N=buffer.joined("value_mask"),
-            reduce=reduce,
+            values_N, buffer.joined("returns"), mask_N=buffer.joined("value_mask"), reduce=reduce
         )
         buffer.metrics["value/explained_variance"] = float(explained)
 

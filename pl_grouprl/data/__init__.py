@@ -5,11 +5,4 @@ from pl_grouprl.data.loaders import EvalPromptLoader, PromptBatch, TrainPromptLo
 from pl_grouprl.data.prompt_data_module import PromptDataModule
 from pl_grouprl.data.rows import PromptSource
 
-__all__ = [
-    "EvalPromptLoader",
-    "HubDataset",
-    "PromptBatch",
-    "PromptDataModule",
-    "PromptSource",
-    "TrainPromptLoader",
-]
+__all__ = ["EvalPromptLoader", "HubDataset", "PromptBatch", "PromptDataModule", "PromptSource", "TrainPromptLoader"]

@@ -25,13 +25,7 @@ from pl_grouprl.data.encoding import EMPTY_PROMPT
 from pl_grouprl.episodes.runner import Session, ToolRunner
 from pl_grouprl.episodes.tools import ToolCall, ToolResult
 from pl_grouprl.packing.batch import concat_media
-from pl_grouprl.rollout.branching import (
-    Branching,
-    RoundSampler,
-    continued_experts,
-    first_own_token,
-    fork_unfinished,
-)
+from pl_grouprl.rollout.branching import Branching, RoundSampler, continued_experts, first_own_token, fork_unfinished
 from pl_grouprl.types import NOT_SAMPLED, FinishReason, LiveObject, Media, Messages, Prompt, Rollout
 from pl_grouprl.utilities.options import check_options
 from pl_grouprl.utilities.processes import run_concurrently

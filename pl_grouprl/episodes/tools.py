@@ -153,17 +153,17 @@ class ToolServer(ABC):
         """Describe them."""
 
 
-def prepare_tools(functions: Iterable[Callable[..., Any] | ToolServer]) -> dict[str, Tool]:
+def prepare_tools(functions: Iterable[Callable[..., Any] | ToolServer | Tool]) -> dict[str, Tool]:
     """Describe tools, by name.
 
     Raises:
         ValueError: If one lacks type hints or a Google docstring, or two have the same name.
     """
     tools: dict[str, Tool] = {}
-    found = [one.tools() if isinstance(one, ToolServer) else [Tool.of(one)] for one in functions]
-    for tool in chain.from_iterable(found):
+    for tool in chain.from_iterable(one.tools() if isinstance(one, ToolServer) else [one] for one in functions):
+        tool = tool if isinstance(tool, Tool) else Tool.of(tool)
         if tool.name in tools:
-            raise ValueError(f"tools has two functions named {tool.name!r}; the model calls them by name: rename one.")
+            raise ValueError(f"two tools are named {tool.name!r}, but are called by name: rename or leave out one.")
         tools[tool.name] = tool
     return tools
 
@@ -340,7 +340,7 @@ class EnvironmentKind:
         if get_step_reward is not None and is_async(get_step_reward):
             raise ValueError(f"{class_name}.get_step_reward is async; define it with def, since it follows sync tools.")
         if isinstance(instance, ListedEnvironment):
-            listed = {tool.name: tool for tool in instance.list_tools()}
+            listed = prepare_tools(instance.list_tools())
             async_reward = None if get_reward is None else is_async(get_reward)
             return cls(class_name, factory, listed, is_async(reset), async_reward, get_step_reward is not None)
         public = {name: method for name, method in methods.items() if not name.startswith("_")}

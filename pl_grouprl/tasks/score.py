@@ -128,11 +128,7 @@ class ReasoningGymScore:
         decode_entry(info["entry"])
 
     def __call__(
-        self,
-        data_source: str,
-        solution_str: str,
-        extra_info: dict[str, Any],
-        ground_truth: str | None = None,
+        self, data_source: str, solution_str: str, extra_info: dict[str, Any], ground_truth: str | None = None
     ) -> float:
         """Score one completion.
 

@@ -18,6 +18,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from pl_grouprl.functional.entropy import EntropyOptions
 from pl_grouprl.functional.importance import ImportanceSampling
 from pl_grouprl.models.adapters import adapter_options
 from pl_grouprl.rewards.base import as_weighted
@@ -477,6 +478,11 @@ def note_options(module: Any, options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         for former in [key for key in noted if key == name or key.startswith(f"{name}.")]:
             del noted[former]
+        if isinstance(value, Mapping) and value.keys() == {"name"}:  # means the same
+            value = value["name"]
+        elif name == "entropy_coef" and isinstance(value, EntropyOptions | Mapping):
+            bonus = EntropyOptions.of(value)
+            value = bonus.coef if bonus == EntropyOptions(bonus.coef) else bonus
         if name == "engine":  # may hold secrets of servers
             noted[name] = None if value is None else identity(type(value))
         elif name != "rewards":

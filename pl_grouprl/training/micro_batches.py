@@ -396,11 +396,7 @@ class MicroBatchSchedule:
     """
 
     def __init__(
-        self,
-        buffer: RolloutBuffer,
-        indices: Sequence[int],
-        options: RowOptions,
-        cache: PackedRowCache | None = None,
+        self, buffer: RolloutBuffer, indices: Sequence[int], options: RowOptions, cache: PackedRowCache | None = None
     ) -> None:
         self._buffer, self._options = buffer, options
         self._cache = PackedRowCache() if cache is None else cache

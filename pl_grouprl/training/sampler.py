@@ -606,12 +606,7 @@ class Tooling:
             )
         return self.options.max_tokens or max_new_tokens
 
-    def set_up(
-        self,
-        template_kwargs: Mapping[str, Any],
-        split_special_tokens: bool = True,
-        data: Any = None,
-    ) -> None:
+    def set_up(self, template_kwargs: Mapping[str, Any], split_special_tokens: bool = True, data: Any = None) -> None:
         """Check the chat template, find the end of its turns, and start the workers.
 
         Args:

@@ -54,6 +54,15 @@ def test_the_tools_have_the_schemas_of_the_server(server):
     assert schemas["count"]["function"]["parameters"]["properties"] == {}
 
 
+def test_two_tools_of_one_name_are_refused(make, monkeypatch):
+    server = MCPTools(COMMAND)
+    schema = {"type": "function", "function": {"name": "add", "parameters": {"properties": {}}}}
+    monkeypatch.setitem(vars(server), "schemas", [schema, schema])
+    for options in ({"tools": [server]}, {"environment_factory": server}):
+        with pytest.raises(ValueError, match=r"^two tools are named 'add', .*: rename or leave out one\.$"):
+            make(**options)
+
+
 def test_results_and_errors_are_those_of_the_server(make, server):
     runner = make([server])
     (session,) = runner.begin([{}])

@@ -75,6 +75,6 @@ def test_a_limit_that_is_added_resumes_in_the_middle_of_rollouts(arguments, tmp_
 def test_a_prompt_beyond_the_model_is_refused_before_the_policy_is_made(arguments, tmp_path):
     with (tmp_path / "train.jsonl").open("a") as file:
         file.write('{"prompt": "' + "1" * 61 + '", "answer": "one"}\n')
-    with pytest.raises(ValueError, match=r"train\.jsonl, line 101: .* max_prompt_length=60"):
+    with pytest.raises(SystemExit, match=r"^error: .*train\.jsonl, line 101: .* max_prompt_length=60"):
         main(["fit", *arguments])
     assert not (tmp_path / "cache").exists()

@@ -1,10 +1,13 @@
 """What the command line says to a misspelt name or a wrong value in a configuration."""
 
+import sys
+
 import pytest
 from helpers.cli_runs import ROOT, usage_error
 from helpers.scripts import run_script
 
 from pl_grouprl.cli import main
+from pl_grouprl.utilities import optional
 
 PRETRAINED = "class_path: pl_grouprl.models.PretrainedPolicy"
 NUMERIC = "class_path: pl_grouprl.rewards.NumericAnswer"
@@ -110,7 +113,30 @@ def test_any_other_error_of_a_constructor_is_raised_as_it_is(tmp_path, monkeypat
     assert raised.traceback[-1].path.name == "broken_19.py"
 
 
+def test_what_a_setup_refuses_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    curriculum = ["--trainer.callbacks+=pl_grouprl.callbacks.Curriculum", "--trainer.callbacks.init_args.column=none"]
+    with pytest.raises(SystemExit) as done:
+        main(["fit", "--config", "grpo_pg.yaml", *curriculum])
+    assert done.value.code == "error: train, row 0: column 'none' is None; write the level, an integer from 0."
+
+
+@pytest.mark.parametrize("bug", ["raise ValueError('own')", "self.sources = {'train': 1}; super().setup(stage)"])
+def test_any_other_error_of_a_setup_is_raised_as_it_is(bug, tmp_path, monkeypatch):
+    (tmp_path / "broken_20.py").write_text(
+        f"import pl_grouprl\n\nclass Broken(pl_grouprl.PromptDataModule):\n    def setup(self, stage):\n        {bug}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken_20", raising=False)
+    with pytest.raises((ValueError, TypeError)):
+        main(["fit", "--config", "grpo_pg.yaml", "--config", "data: {class_path: broken_20.Broken}"])
+
+
 def test_a_missing_package_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr("pl_grouprl.utilities.optional.VLLM_AVAILABLE", False)
-    arguments = ["plan", "--config", "grpo_pg.yaml", "--config", "rollout/vllm_colocate.yaml"]
-    assert usage_error(capsys, *arguments).splitlines()[-1].startswith("error: VLLMRolloutEngine needs an optional")
+    arguments = ["--config", "grpo_pg.yaml", "--config", "rollout/vllm_colocate.yaml"]
+    assert usage_error(capsys, "fit", *arguments).splitlines()[-1].startswith("error: VLLMRolloutEngine needs an opt")
+    main(["plan", *arguments])  # starts no engine
+    assert "Not counted: the sampling engine's memory, " in capsys.readouterr().out
+    assert not optional.VLLM_AVAILABLE

@@ -34,6 +34,7 @@ from pl_grouprl.algorithms import GRPO, PPO, GroupPPO, OptimizerConfig
 from pl_grouprl.callbacks import SafeCheckpoint
 from pl_grouprl.data import PromptDataModule
 from pl_grouprl.demo import MostFrequentDigit
+from pl_grouprl.functional.entropy import EntropyOptions
 from pl_grouprl.models import PolicyCopyCritic, SharedTrunkCritic
 from pl_grouprl.models.critic import LoRACritic
 from pl_grouprl.rewards import FunctionFromFile, ModelReward, Weighted
@@ -510,6 +511,20 @@ def test_options_that_decide_nothing_may_differ(saved, resume):
         assert resume(rewards=length, **FREE).module.global_step == 2
         saved(rewards=Missing())
         resume(rewards=Missing())  # NaN is no change
+
+
+SAME = [
+    ({"policy_loss": "gspo"}, {"policy_loss": {"name": "gspo"}}),
+    ({"entropy_coef": 0.1}, {"entropy_coef": {"coef": 0.1}}),
+    ({"entropy_coef": 0.0}, {"entropy_coef": EntropyOptions()}),
+    ({"entropy_coef": {"coef": 0.1, "target": 0.5}}, {"entropy_coef": EntropyOptions(0.1, target=0.5)}),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), SAME, ids=str)
+def test_options_that_mean_the_same_are_the_same(one, other, make_module):
+    assert make_module(**one).run_options() == make_module(**other).run_options()
+    assert make_module(**one).run_options() != make_module(policy_loss="cispo", entropy_coef=0.2).run_options()
 
 
 def test_allowed_changes_are_logged_once_with_both_values(saved, resume, caplog):
