@@ -52,8 +52,10 @@ _OF_VERL = {
     "adv_estimator": "verl's adv_estimator is advantage_estimator of pl_grouprl.GRPO; gae is pl_grouprl.PPO "
     "(base/ppo.yaml), and group_ppo is pl_grouprl.GroupPPO (base/group_ppo.yaml).",
     "group_params": "group_params are options of pl_grouprl.GroupPPO (base/group_ppo.yaml), by the same names.",
+    "kl_loss_coef": "verl's kl_loss_coef is beta.",
+    "clip_ratio": "verl's clip_ratio is epsilon, clip_ratio_high epsilon_high, and clip_ratio_c delta of policy_loss.",
 }
-"""Options of verl that choose a module here."""
+"""Options of verl whose nearest name here is another option."""
 
 
 def find_config(name: str) -> str:

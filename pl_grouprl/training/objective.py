@@ -444,7 +444,8 @@ class PolicyObjective:
             )
             loss_N = loss_N.masked_fill(~kept_N, 0)
             metrics["sampling/off_policy_masked"] = ((mask_N & ~kept_N).sum(), mask_N.sum())
-        assert scores.entropy_N is not None
+        if scores.entropy_N is None:
+            raise ValueError("the loss needs the entropy of each token; score with **self.objective.score_options.")
         if "turn" in batch.tokens:  # marked by the collector
             sampler_logprobs_N = batch.tokens["rollout_logprobs"]
             metrics |= mismatch_sums(old_logprobs_N, sampler_logprobs_N, scores.entropy_N.detach(), batch)

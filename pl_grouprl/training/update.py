@@ -199,6 +199,8 @@ class Updater:
             is_whole: Whether it is the whole mini-batch, so that it has the denominators.
         """
         loss_sums, scoring, device = compute_loss(micro_batch), micro_batch.scoring, self._run.device
+        if not isinstance(loss_sums, LossSums):
+            raise TypeError(f"compute_loss returned {type(loss_sums).__name__}, not LossSums.")
         num_tokens = (0, 0)
         if micro_batch.rollout_numbers:  # not a dummy
             num_tokens = scoring.num_tokens_repeated, scoring.num_tokens_run + scoring.num_prefix_tokens_run

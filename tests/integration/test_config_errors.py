@@ -43,6 +43,8 @@ RUN_SUMMARY = "class_path: pl_grouprl.callbacks.RunSummary"
         ("model: {init_args: {rewards: [{function: nowhere.own}]}}", ["rewards", "nowhere"]),
         ("algorithm: {adv_estimator: gae}", ["algorithm", "gae is pl_grouprl.PPO (base/ppo.yaml)"]),
         ("model: {init_args: {adv_estimator: rloo}}", ["is advantage_estimator of pl_grouprl.GRPO"]),
+        ("model: {init_args: {kl_loss_coef: 0.1}}", ["kl_loss_coef is beta"]),
+        ("model: {init_args: {clip_ratio_high: 0.3}}", ["clip_ratio_high epsilon_high"]),
         ("model: {init_args: {group_params: {group_max_size: 8}}}", ["options of pl_grouprl.GroupPPO"]),
         ("model: {class_path: torch.nn.Linear}", ["torch.nn.Linear"]),
         ("model: {init_args: [}", ["typo.yaml", "not YAML"]),

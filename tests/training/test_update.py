@@ -240,6 +240,31 @@ def test_rewarder_and_evaluator(run):
     assert evaluator.metrics("val", CPU)["val/reward"] == 0.5
 
 
+# Mistakes in a loss of one's own.
+
+
+class LossOfPlainTensor(GRPO):
+    def compute_loss(self, batch):
+        return self.score(self.policy, batch.scoring).logprobs_N.sum()
+
+
+class LossWithoutEntropy(GRPO):
+    def compute_loss(self, batch):
+        return self.objective.loss(batch, self.score(self.policy, batch.scoring))
+
+
+@pytest.mark.parametrize(
+    ("cls", "error"),
+    [
+        (LossOfPlainTensor, "compute_loss returned Tensor, not LossSums"),
+        (LossWithoutEntropy, r"needs the entropy of each token; score with \*\*self.objective.score_options"),
+    ],
+)
+def test_a_loss_that_lacks_something_says_so(fit, cls, error):
+    with pytest.raises((TypeError, ValueError), match=error):
+        fit(cls, steps=1)
+
+
 # Steps that are not finite.
 
 
