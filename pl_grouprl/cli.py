@@ -47,6 +47,7 @@ CONFIG_FOLDERS = (Path("configs"), *(folder / "configs" for folder in Path(__fil
 _FILE_NAME = re.compile(r"[\w./\\:~-]+")
 _UNKNOWN = re.compile(r"Option '([^']*)' is not accepted|unrecognized arguments: (\S+)|not accept option '([^']*)'")
 _CLASS = re.compile(r"class_path(?: |=)'([\w.]+)'")
+_MISSING = re.compile(r"module '[\w.]+' has no attribute '\w+'|No module named '[\w.]+'")
 _WRAPPED = ("Does not validate against any of the Union subtypes", "Problem with given class_path")
 _OF_VERL = {
     "adv_estimator": "verl's adv_estimator is advantage_estimator of pl_grouprl.GRPO; gae is pl_grouprl.PPO "
@@ -118,7 +119,7 @@ def _refuses(error: Exception) -> bool:
 
 
 class RLParser(LightningArgumentParser):
-    """Lightning's parser without abbreviations; its errors suggest the nearest option."""
+    """Lightning's parser without abbreviations; its errors end with the nearest option, or with what is missing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, allow_abbrev=False, **kwargs)
@@ -140,6 +141,8 @@ class RLParser(LightningArgumentParser):
                 message += f"\n  {hints[0]}"
             elif nearest is not None:
                 message += f"\n  Did you mean {nearest!r}? docs/options.md maps the options of TRL and verl."
+        elif missing := _MISSING.search(message):  # last, where it is read
+            message += f"\n  {missing[0]}; check the import path."
         super().error(message, ex)
 
     def instantiate_classes(self, *args: Any, **kwargs: Any) -> Any:

@@ -72,6 +72,12 @@ def test_the_nearest_option_of_the_command_line(arguments, nearest, capsys):
     assert f"Did you mean {nearest}?" in usage_error(capsys, "fit", "--config", "grpo_pg.yaml", *arguments)
 
 
+def test_a_name_that_cannot_be_imported_is_the_last_line(capsys):
+    argument = "--model.init_args.rewards=[{function: operator.nearnes}]"
+    printed = usage_error(capsys, "fit", "--config", "grpo_pg.yaml", argument)
+    assert printed.splitlines()[-1] == "  module 'operator' has no attribute 'nearnes'; check the import path."
+
+
 @pytest.mark.parametrize(
     ("argument", "hint"),
     [
