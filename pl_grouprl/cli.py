@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from unittest.mock import patch
 
 import yaml
-from jsonargparse import ActionConfigFile, auto_cli
+from jsonargparse import ActionConfigFile, Namespace, auto_cli
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -46,6 +46,7 @@ CONFIG_FOLDERS = (Path("configs"), *(folder / "configs" for folder in Path(__fil
 
 _FILE_NAME = re.compile(r"[\w./\\:~-]+")
 _UNKNOWN = re.compile(r"Option '([^']*)' is not accepted|unrecognized arguments: (\S+)|not accept option '([^']*)'")
+_OF_A_REWARD = re.compile(r"- Subclasses are disabled for Weighted.*\n *- (.*)")
 _CLASS = re.compile(r"class_path(?: |=)'([\w.]+)'")
 _MISSING = re.compile(r"module '[\w.]+' has no attribute '\w+'|No module named '[\w.]+'")
 _WRAPPED = ("Does not validate against any of the Union subtypes", "Problem with given class_path")
@@ -106,6 +107,13 @@ class ConfigFile(ActionConfigFile):
                         raise TypeError(f"{source}, line {line}: {name} is a duplicate key, first in line {first}.")
                     lines[name] = line
                     nodes.append(value)
+        if isinstance(path := cfg.get("model.init_args.policy"), str):  # so that this file can set its `init_args`
+            from pl_grouprl.models.loading import split_gguf_path
+
+            location, gguf_file = split_gguf_path(path)
+            arguments = Namespace(path=location, gguf_file=gguf_file)
+            spec = Namespace(class_path="pl_grouprl.models.PretrainedPolicy", init_args=arguments)
+            cfg.update(spec, "model.init_args.policy")
         super().__call__(parser, cfg, found, option_string)
 
 
@@ -154,9 +162,11 @@ class RLParser(LightningArgumentParser):
         try:
             return super().instantiate_classes(*args, **kwargs)
         except Exception as error:
-            cause = error
+            cause, whole = error, str(error)
             while str(cause).startswith(_WRAPPED) and isinstance(cause.__cause__, Exception):
                 cause = cause.__cause__
+        if reason := _OF_A_REWARD.search(whole):  # the parser has dropped the exception of the constructor
+            self.exit(2, f"error: rewards: {reason[1]}\n")
         if _refuses(cause):
             self.exit(2, f"error: {cause}\n")
         raise cause

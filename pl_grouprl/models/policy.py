@@ -225,7 +225,10 @@ class PretrainedPolicy:
 
         if self.gguf_file is not None:
             return load_gguf_tokenizer(expand_home(self.path), self.gguf_file, self.revision)
-        return AutoTokenizer.from_pretrained(expand_home(self.path), **self._hub_options)
+        tokenizer = AutoTokenizer.from_pretrained(expand_home(self.path), **self._hub_options)
+        if len(tokenizer) <= len(tokenizer.all_special_tokens):  # made from config.json alone
+            raise ValueError(f"{self.path} has no tokenizer files.")
+        return tokenizer
 
     def _check_gradients(self, model: Any) -> None:
         """Check that no trained layer loses its gradient to reentrant checkpointing, because its input needs none.

@@ -103,7 +103,8 @@ class FunctionFromFile:
 
     Raises:
         FileNotFoundError: If there is no such file.
-        AttributeError: If the file does not define the name.
+        ValueError: If the file does not define the name.
+        TypeError: If the function does not take one of the `kwargs`.
     """
 
     def __init__(self, path: str, name: str = "compute_score", kwargs: dict[str, Any] | None = None) -> None:
@@ -118,7 +119,10 @@ class FunctionFromFile:
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module  # dataclasses and annotations look up their module while the file runs
         spec.loader.exec_module(module)
-        function = getattr(module, name)
+        function = getattr(module, name, None)
+        if function is None:
+            raise ValueError(f"{path} does not define {name!r}.")
+        inspect.signature(function).bind_partial(**kwargs or {})  # raises TypeError for a name it does not take
         self.function: RewardFunction = functools.partial(function, **kwargs) if kwargs else function
         self._sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
 

@@ -72,6 +72,12 @@ def test_the_nearest_option_of_the_command_line(arguments, nearest, capsys):
     assert f"Did you mean {nearest}?" in usage_error(capsys, "fit", "--config", "grpo_pg.yaml", *arguments)
 
 
+def test_what_a_reward_does_not_accept_is_the_last_line(capsys):
+    reward = {"class_path": "pl_grouprl.rewards.FunctionFromFile", "init_args": {"path": __file__, "name": "score"}}
+    printed = usage_error(capsys, "fit", "--config", "grpo_pg.yaml", f"--model.init_args.rewards={[reward]}")
+    assert printed.splitlines()[-1] == f"error: rewards: {__file__} does not define 'score'."
+
+
 def test_a_name_that_cannot_be_imported_is_the_last_line(capsys):
     argument = "--model.init_args.rewards=[{function: operator.nearnes}]"
     printed = usage_error(capsys, "fit", "--config", "grpo_pg.yaml", argument)

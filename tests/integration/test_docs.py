@@ -245,6 +245,19 @@ def test_a_fragment_puts_lora_on_the_policy_of_any_configuration(config, capsys)
     assert merged["optimizer"]["learning_rate"] == expected["optimizer"]["learning_rate"]
 
 
+@pytest.mark.parametrize(
+    ("given", "path"), [("q/p", {"path": "q/p"}), ("q/p.gguf", {"path": "q", "gguf_file": "p.gguf"})]
+)
+def test_a_fragment_puts_lora_on_a_policy_that_is_a_path(given, path, tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text(f"model: {{init_args: {{policy: {given}}}}}")
+    policy = config_of(capsys, "base/grpo.yaml", tmp_path / "mine.yaml", "adapter/lora.yaml")["model"]["init_args"][
+        "policy"
+    ]
+    assert policy["class_path"] == "pl_grouprl.models.PretrainedPolicy"
+    assert policy["init_args"].items() >= path.items()
+    assert policy["init_args"]["adapter"]["r"] == 32
+
+
 def test_metrics_of_the_table_are_those_that_a_run_logs(tmp_path):
     def graded(data_source, solution_str, ground_truth):
         return {"score": float(len(solution_str)), "letters": len(solution_str)}

@@ -47,10 +47,10 @@ def test_a_function_from_a_file(reward_file, options, reward):
     ("options", "error"),
     [
         ({"path": "nothing.py"}, FileNotFoundError),
-        ({"name": "absent"}, AttributeError),
+        ({"name": "absent"}, ValueError),
         ({"name": "constant"}, TypeError),
-        ({"name": "A", "kwargs": {"penalty": 0.5}}, ValueError),
-        ({"kwargs": {"penalt": 0.5}}, ValueError),
+        ({"name": "A", "kwargs": {"penalty": 0.5}}, TypeError),
+        ({"kwargs": {"penalt": 0.5}}, TypeError),
     ],
 )
 def test_what_is_no_function_of_a_file(reward_file, options, error):
