@@ -319,8 +319,15 @@ def save_adapter(model: Any, folder: Path, state: dict[str, Tensor] | None = Non
 
 
 def expand_home(path: str) -> str:
-    """Expand a leading `~`; hub names and other paths stay unchanged."""
-    return str(Path(path).expanduser()) if path.startswith("~") else path
+    """Expand a leading `~`; hub names and other paths stay unchanged.
+
+    Raises:
+        FileNotFoundError: If the path begins with `~`, `.` or `/`, so it is not a name on the hub, and is not there.
+    """
+    expanded = str(Path(path).expanduser()) if path.startswith("~") else path
+    if path.startswith(("~", ".", "/")) and not Path(expanded).exists():
+        raise FileNotFoundError(f"there is no folder {path}.")
+    return expanded
 
 
 # Models with PEFT layers: disable the adapters, copy the model without them, merge them into a copy. Copies share the

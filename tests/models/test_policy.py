@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import io
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,6 +100,17 @@ def test_arguments_of_checkpointing(qwen):
     options = {"context_fn": print, "use_reentrant": False}
     with pytest.raises(ValueError, match="context_fn and use_reentrant"):
         PretrainedPolicy(qwen, gradient_checkpointing="attention", gradient_checkpointing_kwargs=options)
+
+
+def test_what_a_local_path_lacks_is_said_without_asking_the_hub(folder, tmp_path):
+    (tmp_path / "bare").mkdir()
+    shutil.copy(Path(folder) / "config.json", tmp_path / "bare")
+    with pytest.raises(ValueError, match="bare has no tokenizer files"):
+        PretrainedPolicy(str(tmp_path / "bare")).load_tokenizer()
+    for path in ("./nowhere", "~/nowhere", "/nowhere"):
+        for load in (PretrainedPolicy(path).load, PretrainedPolicy(path).load_tokenizer):
+            with pytest.raises(FileNotFoundError, match=f"there is no folder {path}"):
+                load()
 
 
 def test_an_adapter_may_be_a_mapping(qwen):
