@@ -262,14 +262,15 @@ class RunPlan:
                 if own.resident < held.resident:
                     run = replace(self, models=replace(models, footprint=own, checkpointing=True))
                     others.append((name, mixed + option, run))
-        for devices in (2, 4, 8, 16, 32, 64):
+        for devices in (size for size in (2, 4, 8, 16, 32, 64) if size >= self.hardware.gpus):
             run = self.on(replace(self.hardware, gpus=devices, nodes=1, strategy="fsdp2"))
             size = f"--trainer.devices {devices} --trainer.strategy.init_args.data_parallel_size {devices}"
             run = replace(run, models=replace(models, checkpointing=True))
             others.append((f"fsdp2 on {devices}", f"--config strategy/fsdp2.yaml {size}", run))
         for name, option, run in others:
             if run.budget(gib) and run.most_sequences(gib):
-                return Remedy(name, ", ".join([option, "gradient_checkpointing: true", *run.too_large(gib)]))
+                recomputes = [] if models.checkpointing is True else ["gradient_checkpointing: true"]
+                return Remedy(name, ", ".join([option, *recomputes, *run.too_large(gib)]))
         return Remedy("no", "a smaller model or a smaller sampling.max_new_tokens")
 
     def memory(self, gib: float) -> dict[str, int]:

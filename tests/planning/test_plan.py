@@ -264,7 +264,7 @@ AS_THE_REMEDY_SAYS = {
     "4 bits and LoRA": {
         "dtype": "bfloat16", "adapter": LoRAAdapter(r=16), "quantization": FourBit(compute_dtype="bfloat16"),
     },
-    "fsdp2 on 2": {"devices": 2, "strategy": {"class_path": "ModelParallelStrategy"}},
+    **{f"fsdp2 on {n}": {"devices": n, "strategy": {"class_path": "ModelParallelStrategy"}} for n in (2, 8)},
 }  # fmt: skip
 
 
@@ -274,6 +274,7 @@ AS_THE_REMEDY_SAYS = {
         ("32-true", 1, False, {120: "smaller batches", 12: "8-bit AdamW", 4: "LoRA"}),
         ("bf16-mixed", 1, True, {120: "smaller batches", 14: "8-bit AdamW", 5: "LoRA", 2.8: "4 bits and LoRA"}),
         ("bf16-mixed", 2, False, {14: "fsdp2 on 2"}),
+        ("bf16-mixed", 8, False, {14: "fsdp2 on 8"}),
     ],
 )
 def test_a_remedy_names_all_that_has_to_be_set(precision, devices, is_taught, remedies, tmp_path):
@@ -297,6 +298,7 @@ def test_a_remedy_names_all_that_has_to_be_set(precision, devices, is_taught, re
         assert remedy.name == name
         said = {option: int(number) for option, number in re.findall(r"(max_\w+): (\d+)", remedy.options)}
         assert said.keys() == given.keys()
+        assert "gradient_checkpointing" not in remedy.options  # is on already
         changed = next(iter(re.findall(r"--trainer.precision (\S+),", remedy.options)), precision)
         again = plan(changed, *said.values(), **AS_THE_REMEDY_SAYS[name])
         assert again.remedy(gib).name == "yes"
