@@ -33,7 +33,7 @@ from pl_grouprl.rewards import RewardFunction, Weighted
 from pl_grouprl.training.buffer import RolloutBuffer
 from pl_grouprl.training.checkpoint import Stateful, note_options
 from pl_grouprl.utilities.distributed import reduce_over_ranks, sum_over_ranks
-from pl_grouprl.utilities.options import check_options
+from pl_grouprl.utilities.options import check_choices, check_options
 
 ScoreNorm = Literal["logit", "sketch", "log_ratio"]
 
@@ -109,16 +109,13 @@ class GroupPPO(PPO):
         **kwargs: Any,
     ) -> None:
         super().__init__(policy, rewards, **kwargs)
-        choices = {
-            "group_rule": (group_rule, ("variance", "improbable")),
-            "score_norm": (score_norm, ("logit", "sketch", "log_ratio")),
-            "boundary_signal": (boundary_signal, ("td", "gae")),
-            "advantage_mode": (advantage_mode, ADVANTAGE_MODES),
-            "critic_positions": (critic_positions, ("starts", "all")),
-        }
-        for name, (value, known) in choices.items():
-            if value not in known:
-                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}.")
+        check_choices(
+            group_rule=(group_rule, ("variance", "improbable")),
+            score_norm=(score_norm, ("logit", "sketch", "log_ratio")),
+            boundary_signal=(boundary_signal, ("td", "gae")),
+            advantage_mode=(advantage_mode, ADVANTAGE_MODES),
+            critic_positions=(critic_positions, ("starts", "all")),
+        )
         check_options(
             {
                 "group_epsilon": (group_epsilon, group_epsilon >= 0, "a finite number, 0 or larger"),

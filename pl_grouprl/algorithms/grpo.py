@@ -27,7 +27,7 @@ from pl_grouprl.training.checks import checked_tensor, is_custom
 from pl_grouprl.training.rewarder import gather_rewards, has_token_rewards, subtract_kl_penalties, token_advantages
 from pl_grouprl.types import Prompt, RolloutGroup
 from pl_grouprl.utilities.describe import private_copy
-from pl_grouprl.utilities.options import drop_none, join_options
+from pl_grouprl.utilities.options import check_choices, drop_none, join_options
 
 LossType = Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "gspo", "sapo", "luspo", "vespo"]
 
@@ -76,8 +76,10 @@ class GRPO(RLModule):
         multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize",
         **kwargs: Any,
     ) -> None:
-        if loss_type not in LOSS_PRESETS:
-            raise ValueError(f"loss_type is {loss_type!r}; it must be one of {', '.join(LOSS_PRESETS)}.")
+        check_choices(
+            loss_type=(loss_type, LOSS_PRESETS),
+            multi_objective_aggregation=(multi_objective_aggregation, REWARD_AGGREGATIONS),
+        )
         preset = LOSS_PRESETS[loss_type]
         super().__init__(
             policy,
@@ -102,11 +104,6 @@ class GRPO(RLModule):
             raise ValueError(
                 f"num_generations is {self.num_generations}; {name} compares the rollouts of a prompt with each other, "
                 "so pass at least 2."
-            )
-        if multi_objective_aggregation not in REWARD_AGGREGATIONS:
-            raise ValueError(
-                f"multi_objective_aggregation is {multi_objective_aggregation!r}; it must be one of "
-                f"{', '.join(REWARD_AGGREGATIONS)}."
             )
         if multi_objective_aggregation == "normalize_then_sum" and (estimator.per_token or self.kl_penalty.in_reward):
             cause = f"advantage_estimator={name!r}" if estimator.per_token else "kl.place='reward'"

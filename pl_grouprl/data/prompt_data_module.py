@@ -316,15 +316,9 @@ class PromptDataModule(LightningDataModule):
         return tokenizer
 
     def _processor(self) -> Any:
-        """Return the processor that was passed, or that of the LightningModule's policy.
-
-        Raises:
-            ValueError: If there is none.
-        """
+        """Return the processor that was passed, or that of the LightningModule's policy."""
         if self.processor is None or isinstance(self.processor, str):
             source = self.processor or getattr(self._module(), "policy_source", None)
-            if source is None:
-                raise ValueError("PromptDataModule.processor is None and there is no LightningModule with a policy")
             self.processor = load_processor(source)
         return self.processor
 

@@ -180,23 +180,19 @@ class MostFrequentDigit:
             for row, answer in zip(prompts, answers_B, strict=True)
         ]
 
-    def demonstrations(
-        self, count: int, seed: int = 0, *, label_noise: float | None = None
-    ) -> list[tuple[list[int], list[int]]]:
+    def demonstrations(self, count: int, seed: int = 0) -> list[tuple[list[int], list[int]]]:
         """Return prompts with completions to imitate, some of which are wrong.
 
         Args:
             count: Number of demonstrations.
             seed: Determines them, together with the task's seed.
-            label_noise: Probability of a wrong digit's name. By default the task's.
 
         Returns:
             Pairs (prompt ids, completion ids); completions include the end token.
         """
-        noise = self.label_noise if label_noise is None else label_noise
         rng = np.random.default_rng((self.seed, _STREAMS["demonstrations"], seed))
         digits_BP, answers_B = self._draw(rng, count, _CHECKSUMS["train"])
-        wrong_B = rng.random(count) < noise
+        wrong_B = rng.random(count) < self.label_noise
         shown_B = np.where(wrong_B, (answers_B + rng.integers(1, 10, count)) % 10, answers_B)
         completions = [[_IDS[letter] for letter in name] + [_IDS[END_TOKEN]] for name in DIGIT_NAMES]
         prompt_ids = (digits_BP + _IDS["0"]).tolist()

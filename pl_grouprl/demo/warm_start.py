@@ -90,8 +90,6 @@ class WarmStartedPolicy:
     kernels: Kernels | None = None
 
     def __post_init__(self) -> None:
-        if "model_type" not in self.architecture:
-            raise ValueError("architecture has no model_type; add the name of a transformers family, such as qwen3.")
         if self.adapter is not None:
             object.__setattr__(self, "adapter", as_options(LoRAAdapter, self.adapter, "WarmStartedPolicy.adapter"))
         check_fields(

@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TextIO
 
-from pl_grouprl.episodes.tools import ListedEnvironment, Tool, ToolServer
+from pl_grouprl.episodes.tools import ListedEnvironment, Tool, ToolServer, tool_schema
 from pl_grouprl.utilities.optional import MCP_AVAILABLE, require
 from pl_grouprl.utilities.options import check_options
 from pl_grouprl.utilities.processes import BackgroundLoop, keep_task
@@ -92,14 +92,7 @@ class MCPTools(ToolServer):
         if missing := sorted({*(self.include or ())} - {*names}):
             raise ValueError(f"MCPTools.include has {missing}, which the server does not have; it has {names}.")
         return [
-            {
-                "type": "function",
-                "function": {
-                    "name": tool["name"],
-                    "description": tool.get("description") or "",
-                    "parameters": {"properties": {}, **tool["inputSchema"]},
-                },
-            }
+            tool_schema(tool["name"], tool.get("description") or "", tool["inputSchema"])
             for tool in listed
             if self.include is None or tool["name"] in self.include
         ]

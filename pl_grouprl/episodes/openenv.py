@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from pl_grouprl.episodes.tools import ListedEnvironment, Tool
+from pl_grouprl.episodes.tools import ListedEnvironment, Tool, tool_schema
 from pl_grouprl.utilities.optional import OPENENV_AVAILABLE, require
 from pl_grouprl.utilities.options import check_options
 from pl_grouprl.utilities.text import describe_error
@@ -88,19 +88,7 @@ class OpenEnv(ListedEnvironment):
             description = parameters.pop("description", "Act in the environment.")
             found = [{"name": STEP, "description": description, "input_schema": parameters}]
         return [
-            Tool(
-                one["name"],
-                None,
-                False,
-                {
-                    "type": "function",
-                    "function": {
-                        "name": one["name"],
-                        "description": one["description"],
-                        "parameters": {"properties": {}, **one["input_schema"]},
-                    },
-                },
-            )
+            Tool(one["name"], None, False, tool_schema(one["name"], one["description"], one["input_schema"]))
             for one in found
         ]
 

@@ -95,6 +95,12 @@ class ToolResult:
         return {"role": "tool", "name": self.name, "content": content}
 
 
+def tool_schema(name: str, description: str, parameters: Schema) -> Schema:
+    """A tool's JSON schema, as chat templates take it, from what a server says of the tool."""
+    function = {"name": name, "description": description, "parameters": {"properties": {}, **parameters}}
+    return {"type": "function", "function": function}
+
+
 @dataclass(frozen=True)
 class Tool:
     """A function that the model may call.

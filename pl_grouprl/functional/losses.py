@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from pl_grouprl.functional.masked import check_flat, sum_per_rollout
-from pl_grouprl.utilities.options import check_options
+from pl_grouprl.utilities.options import check_choices, check_options
 
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
@@ -101,7 +101,7 @@ def aggregate(
         ValueError: If shapes differ, the mode is unknown, or `norm` does not fit the mode.
     """
     check_flat(values_N=values_N, mask_N=mask_N, rollout_index_N=rollout_index_N)
-    _check_mode(mode)
+    check_choices(loss_agg_mode=(mode, LOSS_AGG_MODES))
     if (norm is not None) != (mode == "seq-mean-token-sum-norm") or (norm is not None and norm <= 0):
         raise ValueError(f"norm is {norm} for mode {mode!r}; 'seq-mean-token-sum-norm' needs one above 0, others none.")
     values_N = values_N.masked_fill(~mask_N, 0)
@@ -131,15 +131,11 @@ def loss_denominator(mask_N: Tensor, rollout_index_N: Tensor, num_rollouts: int,
         ValueError: If shapes differ or the mode is unknown.
     """
     check_flat(mask_N=mask_N, rollout_index_N=rollout_index_N)
-    _check_mode(mode)
+    check_choices(loss_agg_mode=(mode, LOSS_AGG_MODES))
     if mode == "token-mean":
         return mask_N.sum().to(torch.float32)
     lengths_B = sum_per_rollout(mask_N.to(torch.int64), rollout_index_N, num_rollouts)
     return (lengths_B > 0).sum().to(torch.float32)
-
-
-def _check_mode(mode: str) -> None:
-    check_options({"loss_agg_mode": (mode, mode in LOSS_AGG_MODES, f"one of {', '.join(LOSS_AGG_MODES)}")})
 
 
 # The critic's loss, and the explained variance of the returns.

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 from pl_grouprl.utilities.describe import describe as plain_values
+from pl_grouprl.utilities.options import check_choices
 
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R", bound="RegisteredFunction")
@@ -90,8 +91,7 @@ def choose(registry: Mapping[str, R], argument: str, name: str, options: Mapping
     Raises:
         ValueError: If the name is not registered, or the function has no such option.
     """
-    if name not in registry:
-        raise ValueError(f"{argument} is {name!r}; it must be one of {', '.join(sorted(registry))}.")
+    check_choices(**{argument: (name, sorted(registry))})
     return registry[name].with_options(options)
 
 

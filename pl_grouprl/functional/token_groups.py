@@ -29,7 +29,7 @@ from torch import Tensor
 
 from pl_grouprl.functional.advantages.temporal import lambda_rows, td_errors
 from pl_grouprl.functional.masked import bool_mask, compact, reverse_scan
-from pl_grouprl.utilities.options import check_options
+from pl_grouprl.utilities.options import check_choices, check_options
 
 __all__ = [
     "ADVANTAGE_MODES",
@@ -420,7 +420,7 @@ def token_group_advantages(
         ValueError: If shapes differ, the groups were found with another mask, gamma or a lambda is outside [0, 1], a
             reward is infinite, or the mode is unknown.
     """
-    check_options({"mode": (mode, mode in ADVANTAGE_MODES, f"one of {', '.join(ADVANTAGE_MODES)}")})
+    check_choices(mode=(mode, ADVANTAGE_MODES))
     errors_BT = td_errors(rewards, values, mask, gamma=gamma, bootstrap_value=bootstrap_value)
     mask_BT = bool_mask(mask)
     if not torch.equal(groups.group_index >= 0, mask_BT):  # False for different shapes

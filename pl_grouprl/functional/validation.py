@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
+from statistics import fmean
 
 
 def mean_at_k(scores: Sequence[Sequence[float]]) -> float:
@@ -29,7 +30,7 @@ def mean_at_k(scores: Sequence[Sequence[float]]) -> float:
         ValueError: If there is no prompt, a prompt has no score, or a score is NaN.
     """
     _check_scores(scores)
-    return _mean([_mean(row) for row in scores])
+    return fmean([fmean(row) for row in scores])
 
 
 def best_at_k(scores: Sequence[Sequence[float]], k: int | None = None, *, replacement: bool = False) -> float:
@@ -54,7 +55,7 @@ def best_at_k(scores: Sequence[Sequence[float]], k: int | None = None, *, replac
         at_most = [(i / n) ** draws if replacement else math.comb(i, draws) / math.comb(n, draws) for i in range(n + 1)]
         weighted = [score * (at_most[i] - at_most[i - 1]) for i, score in enumerate(sorted(row), start=1)]
         expected.append(math.fsum(weighted))
-    return _mean(expected)
+    return fmean(expected)
 
 
 def pass_at_k(passes: Sequence[Sequence[bool]], k: int) -> float:
@@ -77,7 +78,7 @@ def pass_at_k(passes: Sequence[Sequence[bool]], k: int) -> float:
     for row in passes:
         failed, draws = sum(not passed for passed in row), _draws(row, k)
         chances.append(1 - math.comb(failed, draws) / math.comb(len(row), draws))
-    return _mean(chances)
+    return fmean(chances)
 
 
 def majority_at_k(
@@ -112,8 +113,8 @@ def majority_at_k(
             scores_of.setdefault(vote, []).append(score)
         counts = tuple(sorted(len(same) for same in scores_of.values()))
         wins = _win_probabilities(counts, _draws(row, k), replacement)
-        expected.append(math.fsum(_mean(same) * wins[len(same)] for same in scores_of.values()))
-    return _mean(expected)
+        expected.append(math.fsum(fmean(same) * wins[len(same)] for same in scores_of.values()))
+    return fmean(expected)
 
 
 @lru_cache(maxsize=4096)
@@ -160,13 +161,7 @@ def _draws(row: Sequence[float], k: int | None) -> int:
     return k
 
 
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
 def _check_scores(scores: Sequence[Sequence[float]]) -> None:
-    if not scores:
-        raise ValueError("scores is empty; pass the scores of at least one prompt.")
     for prompt, row in enumerate(scores):
         if not row or any(math.isnan(score) for score in row):
             raise ValueError(f"scores[{prompt}] is empty or has a NaN; omit prompts and answers without a score.")

@@ -96,17 +96,12 @@ class Critic(nn.Module):
         head: Turns its hidden states into values.
         shares_trunk: Whether the trunk belongs to the policy. It is then not a submodule of the critic.
         detach_trunk: Whether to stop the value loss's gradient at the trunk.
-
-    Raises:
-        ValueError: If the head's input size is not the trunk's hidden size.
     """
 
     def __init__(
         self, trunk: PreTrainedModel, head: ValueHead, *, shares_trunk: bool = False, detach_trunk: bool = False
     ) -> None:
         super().__init__()
-        if head.in_features != (width := hidden_size(trunk)):
-            raise ValueError(f"head takes {head.in_features} features, but the trunk's hidden size is {width}.")
         self.shares_trunk = shares_trunk
         self.detach_trunk = detach_trunk
         self.head = head

@@ -79,14 +79,9 @@ def build_trie(
         min_saved_tokens: A node of n tokens that k sequences share saves (k - 1) n; if that is less, each branch keeps
             its own copy. At least 1; None shares nothing.
         max_depth: Maximum number of nodes above a leaf; no limit if None. 0 shares nothing.
-
-    Raises:
-        ValueError: If `min_saved_tokens` is less than 1.
     """
     if min_saved_tokens is None:
         return separate([len(tokens) for tokens in sequences])
-    if min_saved_tokens < 1:
-        raise ValueError(f"min_saved_tokens is {min_saved_tokens}; pass 1 or more, or None to share nothing.")
     tree = _radix_tree(sequences)
     nodes: list[Node] = []
     leaves = [0] * len(sequences)

@@ -386,8 +386,6 @@ class PolicyEngine:
             limits["max_model_len"] = self.max_model_len
         for number, request in enumerate(requests):
             length, tokens = len(request.token_ids), request.token_ids
-            if request.count < 1:
-                raise ValueError(f"num_generations is {request.count}; it must be at least 1.")
             if request.max_new_tokens < 1:
                 raise ValueError(f"max_new_tokens[{number}] is {request.max_new_tokens}; it must be at least 1.")
             if not tokens:

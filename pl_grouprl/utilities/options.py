@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -31,6 +31,17 @@ def check_fields(options: Any, **checks: tuple[bool, str]) -> None:
     """Like `check_options`, for attributes of an object, which are named after its class."""
     owner = type(options).__name__
     check_options({f"{owner}.{name}": (getattr(options, name), *check) for name, check in checks.items()})
+
+
+def check_choices(**options: tuple[Any, Collection[str]]) -> None:
+    """Raise if an option is none of its choices; each option by name: its value and the choices.
+
+    Raises:
+        ValueError: Gives the name, the value and the choices.
+    """
+    check_options(
+        {name: (value, value in known, f"one of {', '.join(known)}") for name, (value, known) in options.items()}
+    )
 
 
 def check_finite(**options: Any) -> None:

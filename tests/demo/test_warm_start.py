@@ -177,8 +177,6 @@ def test_what_stands_in_the_way_is_untouched_and_an_error_before_training(tmp_pa
 
 
 def test_options_of_the_architecture_are_checked():
-    with pytest.raises(ValueError, match="model_type"):
-        WarmStartedPolicy(LastDigit(), {"hidden_size": 8})
     with pytest.raises(ValueError, match="hiden_size"):
         build_model({**ARCHITECTURE, "hiden_size": 8}, LastDigit().tokenizer())
 

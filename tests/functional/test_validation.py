@@ -88,7 +88,7 @@ def test_many_answers_stay_exact():
 @pytest.mark.parametrize(
     ("call", "argument"),
     [
-        (lambda: mean_at_k([]), "scores"),
+        (lambda: mean_at_k([]), "at least one data point"),
         (lambda: mean_at_k([[math.nan]]), r"scores\[0\]"),
         (lambda: best_at_k([[1.0], []]), r"scores\[1\]"),
         (lambda: pass_at_k([[True], []], 1), r"scores\[1\]"),

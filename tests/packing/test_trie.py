@@ -57,12 +57,6 @@ def test_nothing_is_shared_without_a_threshold():
     assert trie.leaves == (0, 1, 2)
 
 
-@pytest.mark.parametrize("least", [0, -3])
-def test_a_threshold_below_one_is_refused(least):
-    with pytest.raises(ValueError, match="min_saved_tokens"):
-        build_trie([[1]], least)
-
-
 @pytest.mark.parametrize("other", [tuple, np.array, list])
 def test_sequences_may_be_of_different_types(other):
     assert build_trie([[1, 2, 3], other([1, 2, 4])], 1).nodes == (

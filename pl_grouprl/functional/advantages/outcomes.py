@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pl_grouprl.functional.advantages.base import check_rewards, gather_groups, register_advantage_estimator
 from pl_grouprl.functional.masked import differ
-from pl_grouprl.utilities.options import check_options
+from pl_grouprl.utilities.options import check_choices, check_options
 
 REWARD_SCALES = ("group", "batch", "none")
 
@@ -264,8 +264,7 @@ def multi_reward_advantages(
     Raises:
         ValueError: If the shapes differ, the aggregation is unknown, a reward is infinite or a weight is not finite.
     """
-    if aggregation not in REWARD_AGGREGATIONS:
-        raise ValueError(f"aggregation is {aggregation!r}; it must be one of {', '.join(REWARD_AGGREGATIONS)}.")
+    check_choices(aggregation=(aggregation, REWARD_AGGREGATIONS))
     weights_F = _weights_of(rewards, weights)
     if greedy_rewards is not None and greedy_rewards.shape != rewards.shape:
         shapes = f"{tuple(greedy_rewards.shape)} and rewards {tuple(rewards.shape)}"
@@ -331,14 +330,9 @@ def process_supervision_advantages(
         all steps of the group have the same reward, or where it has fewer than two.
 
     Raises:
-        ValueError: If the shapes differ or a reward is infinite.
+        ValueError: If a reward is infinite.
     """
     ids_B = torch.as_tensor(group_ids, device=token_rewards.device)
-    if token_rewards.dim() != 1 or lengths.shape != ids_B.shape or int(lengths.sum()) != len(token_rewards):
-        shapes = f"{tuple(lengths.shape)} (the sum is {int(lengths.sum())}) and group_ids {tuple(ids_B.shape)}"
-        raise ValueError(
-            f"token_rewards has shape {tuple(token_rewards.shape)}, lengths {shapes}; pass [N], [B] and [B]."
-        )
     index_N = torch.arange(len(ids_B), device=ids_B.device).repeat_interleave(lengths)
     ends_N = ~token_rewards.isnan()
     normalized_S = estimator(token_rewards[ends_N], ids_B[index_N[ends_N]])

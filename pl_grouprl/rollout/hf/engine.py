@@ -376,12 +376,7 @@ class HFRolloutEngine(PolicyEngine):
         its cache exactly (`checks.sampling.continues_exactly`), or takes too few tokens to check that.
 
         The caches belong to this object; a copy of the engine starts without any.
-
-        Raises:
-            RuntimeError: If the engine keeps caches already.
         """
-        if self._kept is not None:
-            raise RuntimeError("keep_caches() of this HFRolloutEngine is in use already; leave that context first.")
         self._kept = KeptCaches()
         try:
             yield

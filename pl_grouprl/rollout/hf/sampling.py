@@ -101,15 +101,10 @@ def sample_tokens(
     Returns:
         Tokens, int64 [B], and their log-probabilities at the temperature (1 for greedy tokens) with the penalty and
         without filters, float32 [B]. NaN logits give NaN log-probabilities.
-
-    Raises:
-        ValueError: If `uniforms_B` is None and the temperature is not 0.
     """
     if sampling.repetition_penalty != 1:
         assert seen_BV is not None
         logits_BV = penalize(logits_BV, seen_BV, sampling.repetition_penalty)
-    if uniforms_B is None and sampling.temperature != 0:
-        raise ValueError(f"uniforms_B is None at temperature={sampling.temperature}; pass one number per sequence.")
     if _HAS_TRITON and logits_BV.device.type == _TRITON_DEVICE:
         from pl_grouprl.rollout.hf.sampling_triton import sample_triton
 

@@ -92,8 +92,6 @@ def _check(options: argparse.Namespace, further: Sequence[str]) -> None:
     optional.check_vllm_system("the sampling server")
     check_token(options.token, "--token")
     check_host(options.host, options.token)
-    if not 0 < options.port < 65536:
-        raise ValueError(f"--port is {options.port}; it must be from 1 to 65535.")
     if os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION", "0") not in ("", "0"):
         raise ValueError("VLLM_ALLOW_INSECURE_SERIALIZATION is set, which makes vLLM unpickle messages; unset it.")
     for option in further:

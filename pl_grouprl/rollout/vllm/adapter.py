@@ -27,7 +27,7 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Maximum ranks that vLLM 0.32 accepts at start."""
 
 _ANY_VALUE = {
-    *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
+    *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
     # Which layers have one: visible in the weights' names.
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     # Initialization: if it changed the base, the changed base is sent.
@@ -80,10 +80,8 @@ def lora_arguments(model: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: If vLLM would not apply the adapter as the trainer does.
     """
-    if config["peft_type"] != "LORA":
-        raise ValueError(f"the policy's adapter has peft_type={config['peft_type']!r}, and vLLM serves LoRA{INSTEAD}.")
     for name, value in config.items():
-        if value and name not in _ANY_VALUE and (name, value) != ("bias", "none"):
+        if value and name not in _ANY_VALUE and (name, value) not in (("peft_type", "LORA"), ("bias", "none")):
             raise ValueError(f"the policy's adapter has {name}={value!r}, which vLLM's LoRA does not have{INSTEAD}.")
     max_rank = max([config["r"], *(config["rank_pattern"] or {}).values()])
     if max_rank > _RANKS[-1]:

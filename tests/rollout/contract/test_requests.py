@@ -44,7 +44,6 @@ def test_prompts_may_be_any_sequence_and_binding_again_is_harmless(subject):
     ("prompts", "num_generations", "options", "message"),
     [
         ([[1], []], 1, {}, r"prompts\[1\] is empty"),
-        ([[1]], 0, {}, "num_generations is 0"),
         ([[1], [1] * 250], 1, {"max_new_tokens": 7}, r"prompts\[1\].*max_new_tokens=7.*max_position_embeddings=256"),
         ([[1, 24]], 1, {}, "24.*vocab_size=24"),
         ([[1, -1]], 1, {}, "from -1"),

@@ -39,7 +39,6 @@ def test_help_imports_no_vllm():
     ("arguments", "named"),
     [
         *((["--host", host], "--host") for host in ("0.0.0.0", "::", "10.1.2.3", "trainer.example")),  # without a token
-        (["--port", "65536"], "--port"),
         (["--logprobs-mode", "raw_logprobs"], "--logprobs-mode"),
         (["--logprobs_mode=raw_logprobs"], "--logprobs_mode"),
         (["--logprobs-m", "raw_logprobs"], "--logprobs-m"),
