@@ -46,10 +46,8 @@ CONFIG_FOLDERS = (Path("configs"), *(folder / "configs" for folder in Path(__fil
 
 _FILE_NAME = re.compile(r"[\w./\\:~-]+")
 _UNKNOWN = re.compile(r"Option '([^']*)' is not accepted|unrecognized arguments: (\S+)|not accept option '([^']*)'")
-_OF_A_REWARD = re.compile(r"- Subclasses are disabled for Weighted.*\n *- (.*)")
 _CLASS = re.compile(r"class_path(?: |=)'([\w.]+)'")
 _MISSING = re.compile(r"module '[\w.]+' has no attribute '\w+'|No module named '[\w.]+'")
-_WRAPPED = ("Does not validate against any of the Union subtypes", "Problem with given class_path")
 _OF_VERL = {
     "adv_estimator": "verl's adv_estimator is advantage_estimator of pl_grouprl.GRPO; gae is pl_grouprl.PPO "
     "(base/ppo.yaml), and group_ppo is pl_grouprl.GroupPPO (base/group_ppo.yaml).",
@@ -92,6 +90,7 @@ class ConfigFile(ActionConfigFile):
         text, source = (Path(found).read_text(encoding="utf-8"), found) if is_file else (found, "--config")
         try:
             nodes: list[yaml.Node | None] = [yaml.compose(text, Loader=yaml.SafeLoader)]
+            given = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise TypeError(f"{source} is not YAML: {error}") from error
         while nodes:  # YAML would silently use the last of duplicate keys
@@ -107,7 +106,10 @@ class ConfigFile(ActionConfigFile):
                         raise TypeError(f"{source}, line {line}: {name} is a duplicate key, first in line {first}.")
                     lines[name] = line
                     nodes.append(value)
-        if isinstance(path := cfg.get("model.init_args.policy"), str):  # so that this file can set its `init_args`
+        path = cfg.get("model.init_args.policy")
+        for name in ("model", "init_args", "policy"):
+            given = given.get(name) if isinstance(given, dict) else None
+        if isinstance(path, str) and isinstance(given, dict) and "class_path" not in given:  # sets its `init_args`
             from pl_grouprl.models.loading import split_gguf_path
 
             location, gguf_file = split_gguf_path(path)
@@ -115,6 +117,18 @@ class ConfigFile(ActionConfigFile):
             spec = Namespace(class_path="pl_grouprl.models.PretrainedPolicy", init_args=arguments)
             cfg.update(spec, "model.init_args.policy")
         super().__call__(parser, cfg, found, option_string)
+
+
+def _origin(error: Exception) -> Exception | None:
+    """The error of a constructor that the parser has wrapped; None if the parser itself made it.
+
+    Where a value may have several types, only the frame that raised has the errors of all of them.
+    """
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    if not frame.f_globals.get("__name__", "").startswith("jsonargparse"):
+        return error
+    wrapped = frame.f_locals.get("exceptions", [error.__cause__])
+    return next(filter(None, map(_origin, filter(None, wrapped))), None)
 
 
 def _refuses(error: Exception) -> bool:
@@ -149,8 +163,8 @@ class RLParser(LightningArgumentParser):
                 message += f"\n  {hints[0]}"
             elif nearest is not None:
                 message += f"\n  Did you mean {nearest!r}? docs/options.md maps the options of TRL and verl."
-        elif missing := _MISSING.search(message):  # last, where it is read
-            message += f"\n  {missing[0]}; check the import path."
+        elif self.exit_on_error and (missing := _MISSING.search(message)):  # last, where it is read
+            message += f"\n  {missing[0]}; check the import path, and what it imports."
         super().error(message, ex)
 
     def instantiate_classes(self, *args: Any, **kwargs: Any) -> Any:
@@ -162,11 +176,7 @@ class RLParser(LightningArgumentParser):
         try:
             return super().instantiate_classes(*args, **kwargs)
         except Exception as error:
-            cause, whole = error, str(error)
-            while str(cause).startswith(_WRAPPED) and isinstance(cause.__cause__, Exception):
-                cause = cause.__cause__
-        if reason := _OF_A_REWARD.search(whole):  # the parser has dropped the exception of the constructor
-            self.exit(2, f"error: rewards: {reason[1]}\n")
+            cause = _origin(error) or error
         if _refuses(cause):
             self.exit(2, f"error: {cause}\n")
         raise cause
@@ -206,10 +216,7 @@ class RLTrainer(Trainer):
             from pl_grouprl.models.policy import policy_of_path
 
             if ckpt_path is not None:
-                raise ValueError(
-                    f"ckpt_path is {ckpt_path!r} while model names a Hugging Face model ({model!r}); a checkpoint "
-                    "belongs to a LightningModule: pass the run's --config instead of --model."
-                )
+                raise ValueError(f"ckpt_path is {ckpt_path!r}, but model is a path; pass --config instead of --model.")
             whole: Any = policy_of_path(model).load()
             return [check_parity(whole.eval())]
         checkpoint = None if ckpt_path is None else load_verified(ckpt_path)
@@ -219,10 +226,7 @@ class RLTrainer(Trainer):
             model.load_state_dict(checkpoint["state_dict"])
         policy: Any = getattr(model, "policy", None)
         if policy is None:
-            raise ValueError(
-                f"model is a {type(model).__name__} without an attribute `policy`; parity compares the transformers "
-                "model in a module's attribute of that name. Pass --model PATH to compare a model alone."
-            )
+            raise ValueError(f"model is a {type(model).__name__} without a `policy`; pass --model PATH instead.")
         policy.eval()
         reports_of_module: Any = getattr(model, "parity_reports", None)
         if reports_of_module is not None:

@@ -127,8 +127,8 @@ _DIGIT_SPLIT = frozenset({"smollm", "starcoder", "refact"})
 
 def split_gguf_path(path: str) -> tuple[str, str | None]:
     """Split the path of a GGUF file into its folder or hub name, and its file name; (path, None) for any other path."""
-    location, _, name = path.rpartition("/")
-    return (location or ".", name) if name.lower().endswith(".gguf") else (path, None)
+    location, slash, name = path.rpartition("/")
+    return (location or slash or ".", name) if name.lower().endswith(".gguf") else (path, None)
 
 
 def load_gguf_config(location: str, gguf_file: str, revision: str | None = None) -> PretrainedConfig:

@@ -262,11 +262,13 @@ class RunPlan:
                 if own.resident < held.resident:
                     run = replace(self, models=replace(models, footprint=own, checkpointing=True))
                     others.append((name, mixed + option, run))
-        for devices in (size for size in (2, 4, 8, 16, 32, 64) if size >= self.hardware.gpus):
-            run = self.on(replace(self.hardware, gpus=devices, nodes=1, strategy="fsdp2"))
-            size = f"--trainer.devices {devices} --trainer.strategy.init_args.data_parallel_size {devices}"
-            run = replace(run, models=replace(models, checkpointing=True))
-            others.append((f"fsdp2 on {devices}", f"--config strategy/fsdp2.yaml {size}", run))
+        recomputing = replace(self, models=replace(models, checkpointing=True))
+        for devices in (1, 2, 4, 8, 16, 32, 64):
+            run = recomputing.on(replace(self.hardware, gpus=devices, strategy="fsdp2"))
+            if devices < self.hardware.gpus or (number := run.hardware.processes) == 1:
+                continue
+            size = f"--trainer.devices {devices} --trainer.strategy.init_args.data_parallel_size {number}"
+            others.append((f"fsdp2 on {number}", f"--config strategy/fsdp2.yaml {size}", run))
         for name, option, run in others:
             if run.budget(gib) and run.most_sequences(gib):
                 recomputes = [] if models.checkpointing is True else ["gradient_checkpointing: true"]

@@ -112,6 +112,8 @@ class FunctionFromFile:
         self.name = name
         self.kwargs = kwargs
         file = Path(path).expanduser().resolve()
+        if not file.is_file():
+            raise FileNotFoundError(f"there is no file {path}.")
         module_name = f"pl_grouprl_reward_file_{file.stem}"
         spec = importlib.util.spec_from_loader(module_name, SourceFileLoader(module_name, str(file)))
         assert spec is not None
@@ -122,7 +124,10 @@ class FunctionFromFile:
         function = getattr(module, name, None)
         if function is None:
             raise ValueError(f"{path} does not define {name!r}.")
-        inspect.signature(function).bind_partial(**kwargs or {})  # raises TypeError for a name it does not take
+        try:
+            inspect.signature(function).bind_partial(**kwargs or {})
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{name!r} of {path} cannot be called: {error}.") from error
         self.function: RewardFunction = functools.partial(function, **kwargs) if kwargs else function
         self._sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
 

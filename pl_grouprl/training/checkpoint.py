@@ -478,7 +478,7 @@ def note_options(module: Any, options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         for former in [key for key in noted if key == name or key.startswith(f"{name}.")]:
             del noted[former]
-        if isinstance(value, Mapping) and value.keys() == {"name"}:  # means the same
+        if name == "policy_loss" and isinstance(value, Mapping) and value.keys() == {"name"}:  # means the same
             value = value["name"]
         elif name == "entropy_coef" and isinstance(value, EntropyOptions | Mapping):
             bonus = EntropyOptions.of(value)

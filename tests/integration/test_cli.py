@@ -266,7 +266,7 @@ def test_parity_of_a_run_and_of_a_folder(run, small, capsys, monkeypatch):
     main(["parity", "--config", str(run / "config.yaml")])  # as a run has saved it
     main(["parity", "--model", str(run / "policy")])
     assert capsys.readouterr().out.count("Qwen3ForCausalLM") >= 3
-    with pytest.raises(ValueError, match="belongs to a LightningModule"):
+    with pytest.raises(ValueError, match="model is a path; pass --config"):
         main(["parity", "--model", str(run / "policy"), "--ckpt_path", "x.ckpt"])
     monkeypatch.setattr(ParityReport, "passed", property(lambda report: False))
     with pytest.raises(SystemExit) as stop:

@@ -75,13 +75,15 @@ def test_the_nearest_option_of_the_command_line(arguments, nearest, capsys):
 def test_what_a_reward_does_not_accept_is_the_last_line(capsys):
     reward = {"class_path": "pl_grouprl.rewards.FunctionFromFile", "init_args": {"path": __file__, "name": "score"}}
     printed = usage_error(capsys, "fit", "--config", "grpo_pg.yaml", f"--model.init_args.rewards={[reward]}")
-    assert printed.splitlines()[-1] == f"error: rewards: {__file__} does not define 'score'."
+    assert printed.splitlines()[-1] == f"error: {__file__} does not define 'score'."
 
 
 def test_a_name_that_cannot_be_imported_is_the_last_line(capsys):
     argument = "--model.init_args.rewards=[{function: operator.nearnes}]"
     printed = usage_error(capsys, "fit", "--config", "grpo_pg.yaml", argument)
-    assert printed.splitlines()[-1] == "  module 'operator' has no attribute 'nearnes'; check the import path."
+    lines = [line for line in printed.splitlines() if "check the import path" in line]
+    assert lines == printed.splitlines()[-1:]
+    assert lines == ["  module 'operator' has no attribute 'nearnes'; check the import path, and what it imports."]
 
 
 @pytest.mark.parametrize(
@@ -114,6 +116,24 @@ def test_what_a_constructor_refuses_is_one_line(arguments, error, capsys):
     printed = usage_error(capsys, *arguments).splitlines()
     assert printed[-1].startswith(f"error: {error}")
     assert [line for line in printed if "Seed set" not in line] == printed[-1:]
+
+
+def test_what_a_policy_refuses_is_one_line(capsys):
+    policy = f"{{{PRETRAINED}, init_args: {{path: a, gradient_checkpointing_kwargs: {{a: 1}}}}}}"
+    printed = usage_error(capsys, "plan", "--config", "base/grpo.yaml", "--model.init_args.policy", policy)
+    assert printed.splitlines()[-1].startswith("error: gradient_checkpointing_kwargs is set, but")
+
+
+@pytest.mark.parametrize("spec", ["{class_path: broken_21.Broken}", "{function: {class_path: broken_21.Broken}}"])
+def test_any_other_error_of_a_reward_is_raised_as_it_is(spec, tmp_path, monkeypatch):
+    (tmp_path / "broken_21.py").write_text(
+        "class Broken:\n    def __init__(self):\n        {}['own']\n\n    def __call__(self, groups):\n        pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken_21", raising=False)
+    with pytest.raises(KeyError, match="own") as raised:
+        main(["plan", "--config", "grpo_pg.yaml", f"--model.init_args.rewards=[{spec}]"])
+    assert raised.traceback[-1].path.name == "broken_21.py"
 
 
 def test_any_other_error_of_a_constructor_is_raised_as_it_is(tmp_path, monkeypatch):

@@ -258,6 +258,23 @@ def test_a_fragment_puts_lora_on_a_policy_that_is_a_path(given, path, tmp_path, 
     assert policy["init_args"]["adapter"]["r"] == 32
 
 
+@pytest.mark.parametrize(
+    ("later", "policy"),
+    [
+        ("{class_path: pl_grouprl.models.PretrainedPolicy, init_args: {path: a}}", {"path": "a", "gguf_file": None}),
+        ("a", "a"),
+        (None, "q/p.gguf"),
+    ],
+)
+def test_a_later_file_that_sets_no_options_of_a_path_keeps_or_replaces_it(later, policy, tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text("model: {init_args: {policy: q/p.gguf}}")
+    own = "{}" if later is None else f"{{policy: {later}}}"
+    (tmp_path / "later.yaml").write_text(f"model: {{init_args: {own}}}")
+    found = config_of(capsys, "base/grpo.yaml", tmp_path / "mine.yaml", tmp_path / "later.yaml")
+    found = found["model"]["init_args"]["policy"]
+    assert found == policy or found["init_args"].items() >= policy.items()
+
+
 def test_metrics_of_the_table_are_those_that_a_run_logs(tmp_path):
     def graded(data_source, solution_str, ground_truth):
         return {"score": float(len(solution_str)), "letters": len(solution_str)}

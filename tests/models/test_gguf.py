@@ -141,6 +141,7 @@ def test_unknown_rules_of_splitting_are_refused(pre, tmp_path):
 def test_the_path_of_a_file_is_a_policy(folder, written):
     assert as_policy_source(f"{folder}/{FILE}") == PretrainedPolicy(str(folder), gguf_file=FILE)
     assert split_gguf_path("a.gguf") == (".", "a.gguf")
+    assert split_gguf_path("/a.gguf") == ("/", "a.gguf")
     assert split_gguf_path("org/name") == ("org/name", None)
 
 

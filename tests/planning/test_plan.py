@@ -304,6 +304,16 @@ def test_a_remedy_names_all_that_has_to_be_set(precision, devices, is_taught, re
         assert again.remedy(gib).name == "yes"
 
 
+@pytest.mark.parametrize(("gpus", "nodes"), [(1, 2), (8, 2)])
+def test_fsdp2_shards_over_all_nodes_that_are_planned(gpus, nodes, tmp_path):
+    save_config_and_rows(tmp_path, "short")
+    source = PretrainedPolicy(str(tmp_path / "Qwen" / "Qwen3-short"), gradient_checkpointing=True)
+    plan = planned(GRPO(source, zero), precision="bf16-mixed")
+    remedy = plan.on(replace(plan.hardware, gpus=gpus, nodes=nodes, strategy="ddp", device=None)).remedy(14)
+    assert remedy.name == f"fsdp2 on {gpus * nodes}"
+    assert f"--trainer.devices {gpus} --trainer.strategy.init_args.data_parallel_size {gpus * nodes}" in remedy.options
+
+
 def test_servers_hold_weights_and_caches_by_hand(tmp_path, monkeypatch, capsys):
     """2 bytes per parameter; 112 KiB of keys and values per token, as vLLM reports for Qwen3-0.6B; 0.92 of the GPU."""
     save_config_and_rows(tmp_path, "0.6B")
