@@ -793,7 +793,7 @@ class RLModule(pl.LightningModule, ABC):
     @property
     def evaluation_sampling(self) -> SamplingConfig:
         """How rollouts of validation, test and predict are sampled."""
-        return self.evaluation.sampling or self.sampling
+        return self.evaluation.sampling_after(self.sampling)
 
     @property
     def max_rollouts(self) -> int:

@@ -29,7 +29,7 @@ class EvaluationOptions:
 
     Attributes:
         num_generations: Rollouts per prompt: the k of mean@k, and the largest of pass@k.
-        sampling: How they are sampled; defaults to the training's options.
+        sampling: Options of `SamplingConfig` that differ from the training's.
         pass_threshold: A rollout passes, for pass@k, if its reward is at least this, up to rounding.
 
     Raises:
@@ -37,14 +37,18 @@ class EvaluationOptions:
     """
 
     num_generations: int = 1
-    sampling: SamplingConfig | None = None
+    sampling: dict[str, Any] | None = None
     pass_threshold: float = 1.0
 
     def __post_init__(self) -> None:
         check_options({"evaluation.num_generations": (self.num_generations, self.num_generations >= 1, "at least 1")})
         check_options({"evaluation.pass_threshold": (self.pass_threshold, True, "a finite number")})
-        if self.sampling is not None:
-            object.__setattr__(self, "sampling", as_options(SamplingConfig, self.sampling, "evaluation.sampling"))
+        self.sampling_after(SamplingConfig())  # checks it
+
+    def sampling_after(self, training: SamplingConfig) -> SamplingConfig:
+        """How they are sampled if training samples like this."""
+        own = vars(self.sampling) if isinstance(self.sampling, SamplingConfig) else self.sampling or {}
+        return as_options(SamplingConfig, vars(training) | own, "evaluation.sampling")
 
 
 _EVALUATION = EvaluationOptions()

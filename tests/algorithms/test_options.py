@@ -325,7 +325,7 @@ def test_mappings_from_python(make_module):
     )
     assert module.optimizer_config == OptimizerConfig(learning_rate=1e-5, betas=(0.9, 0.95))
     assert module.sampling == SamplingConfig(max_new_tokens=4, stop=("x",))
-    assert module.evaluation_sampling == SamplingConfig(temperature=0.0)
+    assert module.evaluation_sampling == SamplingConfig(max_new_tokens=4, stop=("x",), temperature=0.0)
     assert make_module(PPO, critic_optimizer={"weight_decay": 0.1}).critic_optimizer == OptimizerConfig(
         weight_decay=0.1
     )
