@@ -49,13 +49,22 @@ _UNKNOWN = re.compile(r"Option '([^']*)' is not accepted|unrecognized arguments:
 _CLASS = re.compile(r"class_path(?: |=)'([\w.]+)'")
 _MISSING = re.compile(r"module '[\w.]+' has no attribute '\w+'|No module named '[\w.]+'")
 _OF_VERL = {
-    "adv_estimator": "verl's adv_estimator is advantage_estimator of pl_grouprl.GRPO; gae is pl_grouprl.PPO "
-    "(base/ppo.yaml), and group_ppo is pl_grouprl.GroupPPO (base/group_ppo.yaml).",
-    "group_params": "group_params are options of pl_grouprl.GroupPPO (base/group_ppo.yaml), by the same names.",
-    "kl_loss_coef": "verl's kl_loss_coef is beta.",
-    "clip_ratio": "verl's clip_ratio is epsilon, clip_ratio_high epsilon_high, and clip_ratio_c delta of policy_loss.",
+    "adv_estimator": "advantage_estimator of pl_grouprl.GRPO; gae is pl_grouprl.PPO (base/ppo.yaml), and group_ppo is "
+    "pl_grouprl.GroupPPO (base/group_ppo.yaml)",
+    "group_params": "the options of pl_grouprl.GroupPPO (base/group_ppo.yaml) with the same names",
+    "clip_ratio": "epsilon",
+    "clip_ratio_low": "epsilon",
+    "clip_ratio_high": "epsilon_high",
+    "clip_ratio_c": "delta of policy_loss",
+    "kl_loss_coef": "beta",
+    "lr": "learning_rate of optimizer",
+    "n": "num_generations",
+    "reward_kwargs": "kwargs",
+    "save_freq": "every_n_train_steps of SafeCheckpoint",
+    "test_freq": "trainer.val_check_interval",
+    "train_batch_size": "batch_size of the data",
 }
-"""Options of verl whose nearest name here is another option."""
+"""Options of verl whose nearest name here is another option, and what they are."""
 
 
 def find_config(name: str) -> str:
@@ -159,8 +168,8 @@ class RLParser(LightningArgumentParser):
             else:
                 options = [option for action in self._actions for option in action.option_strings]
                 nearest = next(iter(difflib.get_close_matches(given, options, n=1)), None)
-            if hints := [hint for name, hint in _OF_VERL.items() if name in given]:
-                message += f"\n  {hints[0]}"
+            if known := [name for name in re.split(r"[.=]", given) if name in _OF_VERL]:
+                message += f"\n  verl's {known[0]} is {_OF_VERL[known[0]]}."
             elif nearest is not None:
                 message += f"\n  Did you mean {nearest!r}? docs/options.md maps the options of TRL and verl."
         elif self.exit_on_error and (missing := _MISSING.search(message)):  # last, where it is read

@@ -94,7 +94,8 @@ def read_run(folder: Path, name: str | None = None, options_files: Sequence[str]
     metrics = folder / "metrics.csv"
     if not metrics.is_file():
         below = sorted(path.parent for path in folder.glob("*/metrics.csv"))
-        remedy = "a CSVLogger writes it every `flush_logs_every_n_steps` steps, and at the end"
+        written = "a CSVLogger writes it every `flush_logs_every_n_steps` steps, and at the end"
+        remedy = written if folder.is_dir() else "there is no such folder"
         if below:
             remedy = f"pass one of {', '.join(map(str, below))}"
         raise FileNotFoundError(f"{folder} has no metrics.csv; {remedy}.")

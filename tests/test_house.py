@@ -10,12 +10,12 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 from house import measure
 
 LIMITS = {
-    "lines of code": 34_050,
+    "lines of code": 34_070,
     "files": 195,
     "files under 40 lines": 27,
     "private helpers used once": 169,
     "parameters of the largest constructor": 30,
-    "lines of raise statements": 1_530,
+    "lines of raise statements": 1_520,
 }
 
 

@@ -6,6 +6,7 @@ rollouts, concatenated, S sketch size.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -108,6 +109,7 @@ class GroupPPO(PPO):
         boundary_at_turn_ends: bool | None = None,
         **kwargs: Any,
     ) -> None:
+        passed = locals().copy()
         super().__init__(policy, rewards, **kwargs)
         check_choices(
             group_rule=(group_rule, ("variance", "improbable")),
@@ -124,18 +126,12 @@ class GroupPPO(PPO):
             }
         )
         if group_rule == "improbable":
-            unused = {
-                "group_variance_threshold": group_variance_threshold is not None,
-                "group_epsilon": group_epsilon != 1e-6,
-                "adaptive_threshold": not adaptive_threshold,
-                "threshold_lr": threshold_lr != 0.01,
-                "min_threshold": min_threshold != 0.1,
-                "max_threshold": max_threshold != 10.0,
-                "target_compression": target_compression != 0.75,
-                "score_norm": score_norm != "logit",
-                "boundary_signal": boundary_signal != "td",
-            }
-            if given := [name for name, is_given in unused.items() if is_given]:
+            unused = (
+                *("group_variance_threshold", "group_epsilon", "adaptive_threshold", "threshold_lr", "min_threshold"),
+                *("max_threshold", "target_compression", "score_norm", "boundary_signal"),
+            )
+            known = inspect.signature(GroupPPO).parameters
+            if given := [name for name in unused if passed[name] != known[name].default]:
                 raise ValueError(f"no effect with group_rule='improbable': {', '.join(given)}; omit these options.")
             adaptive_threshold = False
         else:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -165,7 +166,7 @@ class PretrainedPolicy:
         from transformers import AutoConfig
 
         if self.gguf_file is None:
-            config = AutoConfig.from_pretrained(expand_home(self.path), **self._hub_options)
+            config = self._from_path(AutoConfig)
         else:
             config = load_gguf_config(expand_home(self.path), self.gguf_file, self.revision)
         if self.disable_dropout:
@@ -225,10 +226,20 @@ class PretrainedPolicy:
 
         if self.gguf_file is not None:
             return load_gguf_tokenizer(expand_home(self.path), self.gguf_file, self.revision)
-        tokenizer = AutoTokenizer.from_pretrained(expand_home(self.path), **self._hub_options)
+        tokenizer = self._from_path(AutoTokenizer)
         if len(tokenizer) <= len(tokenizer.all_special_tokens):  # made from config.json alone
             raise ValueError(f"{self.path} has no tokenizer files.")
         return tokenizer
+
+    def _from_path(self, auto_class: Any) -> Any:
+        path = expand_home(self.path)
+        try:
+            return auto_class.from_pretrained(path, **self._hub_options)
+        except OSError as error:
+            if Path(path).is_dir():
+                raise
+            reason = str(error).splitlines()[0]
+            raise OSError(f"there is no folder {self.path!r}, nor a model of that name on the hub: {reason}") from None
 
     def _check_gradients(self, model: Any) -> None:
         """Check that no trained layer loses its gradient to reentrant checkpointing, because its input needs none.

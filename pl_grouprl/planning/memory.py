@@ -717,11 +717,7 @@ def load_config(source: Any, argument: str, precision: str) -> tuple[Any, torch.
     """
     if not hasattr(source, "load_config"):
         raise TypeError(f"{argument} is a {type(source).__name__} without load_config(), which `plan` needs; add it.")
-    try:
-        config = source.load_config()
-    except OSError as error:
-        where = f"{argument} {getattr(source, 'path', type(source).__name__)!r}"
-        raise OSError(f"{where} is no folder with a model, and the hub has none or cannot be reached.") from error
+    config = source.load_config()
     name = getattr(source, "dtype", "float32")
     loaded = getattr(config, "dtype", None) or torch.float32 if name == "auto" else getattr(torch, name)
     true = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}

@@ -52,6 +52,7 @@ class Workload:
         max_sequences: Sequences decoded at once on a device; None for as many as the engine chooses.
         shares: Whether the run encodes a prompt once per group.
         caches: Whether the trainer's process holds the KV caches of rollouts.
+        kept_share: Share of each device that vLLM in the process keeps during updates.
         max_staleness: How many updates rollouts may lag behind.
     """
 
@@ -66,6 +67,7 @@ class Workload:
     max_sequences: int | None = None
     shares: bool = True
     caches: bool = True
+    kept_share: float = 0.0
     max_staleness: int = 0
 
     @classmethod
@@ -83,6 +85,7 @@ class Workload:
             max_sequences=getattr(module.engine, "max_sequences", None),
             shares=module.sharing.mode == "shared",
             caches=isinstance(module.engine, HFRolloutEngine),
+            kept_share=getattr(module.engine, "kept_share", 0.0),
             max_staleness=module.max_staleness,
         )
 
@@ -184,9 +187,14 @@ class RunPlan:
 
     def on(self, hardware: Hardware) -> RunPlan:
         """The same run elsewhere; servers hold the caches."""
-        caches = self.workload.caches and not hardware.servers
-        work = replace(self.workload, processes=hardware.processes, caches=caches)
+        work = replace(self.workload, processes=hardware.processes)
+        work = replace(work, caches=False, kept_share=0.0) if hardware.servers else work
         return replace(self, hardware=hardware, workload=work)
+
+    @property
+    def gib(self) -> float:
+        """Memory of a device without what vLLM in the process keeps, in GiB; 0 if not known."""
+        return (self.hardware.memory or 0.0) * (1 - self.workload.kept_share / USABLE)
 
     # Memory. A group's rollouts share the cache of its prompt wherever sequences or bytes are counted.
 
@@ -380,7 +388,7 @@ class RunPlan:
             for layout in self.layouts or (where,)
             for gib in ([layout.gib] if layout.gib is not None else GPUS)
         ]
-        remedies = [row.remedy(row.hardware.memory or 0.0) for row in rows]
+        remedies = [row.remedy(row.gib) for row in rows]
         return "\n".join(
             [
                 f"{self.algorithm} trains {trained} of {models.name} ({count} parameters) in {where.precision}, "
@@ -466,7 +474,7 @@ def _table(rows: Sequence[RunPlan], remedies: Sequence[Remedy]) -> Iterator[str]
     head = ["GPU", "GPUs", "servers", "all", "strategy", "fits", "GiB", "of", "micro-batch", "at most", "at once"]
     lines = [(*head, *_TIMES, "rates")]
     for row, remedy in zip(rows, remedies, strict=True):
-        where, gib, times = row.hardware, row.hardware.memory or 0.0, row.step()
+        where, gib, times = row.hardware, row.gib, row.step()
         at_once = row.sequences(gib)
         peak = max(row.update_bytes(gib), row.sampled_bytes(at_once)) / GIB
         cells = [
@@ -514,7 +522,7 @@ def describe_servers(rows: Sequence[RunPlan]) -> str:
 def _sentences(rows: Sequence[RunPlan], remedies: Sequence[Remedy]) -> Iterator[str]:
     """What limits the first row, what to change first, how sure that is, and what is not counted."""
     first = rows[0]
-    where, work, cost, gib = first.hardware, first.workload, first.models.cost, first.hardware.memory or 0.0
+    where, work, cost, gib = first.hardware, first.workload, first.models.cost, first.gib
     at_once, times = first.sequences(gib), first.step()
     in_update = first.update_bytes(gib) >= first.sampled_bytes(at_once)
     memory = list(first.memory(gib).items())
@@ -550,5 +558,5 @@ def _sentences(rows: Sequence[RunPlan], remedies: Sequence[Remedy]) -> Iterator[
     else:
         sure = "unknown without --device"
     yield f"Memory is {counted}, at most {USABLE:.0%} of a device; time is {sure}."
-    engine = "" if work.caches or on_servers else "the sampling engine's memory, "
+    engine = "" if work.caches or on_servers or work.kept_share else "the sampling engine's memory, "
     yield f"Not counted: {engine}prefill, tool results, images, rewards and their models."

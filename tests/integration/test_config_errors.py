@@ -44,8 +44,10 @@ RUN_SUMMARY = "class_path: pl_grouprl.callbacks.RunSummary"
         ("algorithm: {adv_estimator: gae}", ["algorithm", "gae is pl_grouprl.PPO (base/ppo.yaml)"]),
         ("model: {init_args: {adv_estimator: rloo}}", ["is advantage_estimator of pl_grouprl.GRPO"]),
         ("model: {init_args: {kl_loss_coef: 0.1}}", ["kl_loss_coef is beta"]),
-        ("model: {init_args: {clip_ratio_high: 0.3}}", ["clip_ratio_high epsilon_high"]),
-        ("model: {init_args: {group_params: {group_max_size: 8}}}", ["options of pl_grouprl.GroupPPO"]),
+        ("model: {init_args: {clip_ratio_high: 0.3}}", ["clip_ratio_high is epsilon_high"]),
+        ("model: {init_args: {optimizer: {lr: 0.1}}}", ["lr is learning_rate"]),
+        ("data: {init_args: {train_batch_size: 8}}", ["train_batch_size is batch_size"]),
+        ("model: {init_args: {group_params: {group_max_size: 8}}}", ["the options of pl_grouprl.GroupPPO"]),
         ("model: {class_path: torch.nn.Linear}", ["torch.nn.Linear"]),
         ("model: {init_args: [}", ["typo.yaml", "not YAML"]),
         ("model:\n  init_args: {beta: 0, beta: 1}", ["typo.yaml", "line 2", "beta"]),
@@ -172,5 +174,5 @@ def test_a_missing_package_is_one_line(monkeypatch, capsys):
     arguments = ["--config", "grpo_pg.yaml", "--config", "rollout/vllm_colocate.yaml"]
     assert usage_error(capsys, "fit", *arguments).splitlines()[-1].startswith("error: VLLMRolloutEngine needs an opt")
     main(["plan", *arguments])  # starts no engine
-    assert "Not counted: the sampling engine's memory, " in capsys.readouterr().out
+    assert "Not counted: prefill" in capsys.readouterr().out
     assert not optional.VLLM_AVAILABLE

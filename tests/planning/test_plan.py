@@ -17,9 +17,9 @@ from pl_grouprl.chat.format import read_template
 from pl_grouprl.cli import RLTrainer, main
 from pl_grouprl.models import FourBit, LoRAAdapter, LoRACritic, PretrainedCritic, PretrainedPolicy, SharedTrunkCritic
 from pl_grouprl.planning import Hardware, plan_run
-from pl_grouprl.planning.memory import count_devices, strategy_name
+from pl_grouprl.planning.memory import USABLE, count_devices, strategy_name
 from pl_grouprl.planning.plan import describe_servers, rounded
-from pl_grouprl.rollout import HFRolloutEngine, VLLMServerRolloutEngine
+from pl_grouprl.rollout import HFRolloutEngine, VLLMRolloutEngine, VLLMServerRolloutEngine
 from pl_grouprl.rollout.engine import SampleRequest
 from pl_grouprl.training.micro_batches import SharingOptions
 from pl_grouprl.training.optimizer import build_optimizer
@@ -332,6 +332,19 @@ def test_servers_hold_weights_and_caches_by_hand(tmp_path, monkeypatch, capsys):
     assert "server's GPU" not in capsys.readouterr().out
 
 
+def test_vllm_in_the_process_keeps_its_share_unless_it_sleeps(path, monkeypatch):
+    monkeypatch.setattr("pl_grouprl.utilities.optional.VLLM_AVAILABLE", True)
+    for sleep_level, usable in ((0, 48.0), (1, 72.0)):
+        engine = VLLMRolloutEngine(gpu_memory_utilization=0.3, sleep_level=sleep_level)
+        plan = planned(GRPO(path, zero, engine=engine), precision="bf16-mixed")
+        row = plan.on(replace(plan.hardware, memory=80.0))
+        assert row.gib * USABLE == pytest.approx(usable)
+        assert plan.on(replace(row.hardware, servers=1)).gib == 80.0
+        (line,) = (line for line in str(plan).splitlines() if line.strip().startswith("80 GB"))
+        assert f" {usable:.0f} " in line
+        assert ("the sampling engine's memory" in str(plan)) == (sleep_level > 0)
+
+
 def test_servers_that_are_too_small(path):
     plan = planned(
         GRPO(path, zero, engine=VLLMServerRolloutEngine(dtype="float32"), sampling=SamplingConfig(max_new_tokens=6))
@@ -423,7 +436,10 @@ def test_many_prompts_are_sampled(path):
 
 
 MISTAKES = {
-    "no such model": (["--model.init_args.policy", "nobody/nothing"], "policy 'nobody/nothing' is no folder"),
+    "no such model": (
+        ["--model.init_args.policy", "nobody/nothing"],
+        "there is no folder 'nobody/nothing', nor",
+    ),
     "unknown GPU": (["--device", "h1"], "device is 'h1'"),
     "no GPUs": (["--gpus", "0"], "gpus is 0"),
     "not a number": (["--gpus", "many"], "gpus is 'many'"),

@@ -135,3 +135,5 @@ def test_the_command_writes_the_page_and_replaces_only_reports(tmp_path, capsys)
         write_report([bare("a")], tmp_path)
     with pytest.raises(SystemExit, match=r"has no metrics.csv"):
         main([str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"nowhere has no metrics.csv; there is no such folder"):
+        main([str(tmp_path / "nowhere")])

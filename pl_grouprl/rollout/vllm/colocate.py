@@ -102,6 +102,7 @@ class VLLMRolloutEngine(PolicyEngine):
             }
         )
         self._sleep_level, self.router_replay = sleep_level, router_replay
+        self.kept_share = 0.0 if sleep_level else gpu_memory_utilization  # of each GPU, during updates
         if adapter == "separate":
             self._check_sleep()
         self._is_automatic = adapter == "auto"
