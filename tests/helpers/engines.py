@@ -45,10 +45,12 @@ ENGINES = {
     "hf": Tried({*FAMILIES, "letters", "digits", "bytes"}, {*_OF_ALL, "samples_from_copies", "keeps_caches"}),
     "vllm": Tried(
         {"llama", "qwen2_tied", "qwen3", "qwen3_tied", "letters", "digits", "bytes"},
-        {*_OF_ALL, "keeps_caches"},
+        {*_OF_ALL, "keeps_caches", "truncates_logprobs"},
         (pytest.mark.vllm,),
     ),
-    "vllm_server": Tried({"qwen3", "letters"}, {*_OF_ALL, "updates_in_flight"}, (pytest.mark.vllm,)),
+    "vllm_server": Tried(
+        {"qwen3", "letters"}, {*_OF_ALL, "updates_in_flight", "truncates_logprobs"}, (pytest.mark.vllm,)
+    ),
 }
 """A vLLM takes 4 s to start, a server's process 25 s (2 CPU cores)."""
 
