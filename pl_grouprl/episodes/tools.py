@@ -169,7 +169,7 @@ def prepare_tools(functions: Iterable[Callable[..., Any] | ToolServer | Tool]) -
     for tool in chain.from_iterable(one.tools() if isinstance(one, ToolServer) else [one] for one in functions):
         tool = tool if isinstance(tool, Tool) else Tool.of(tool)
         if tool.name in tools:
-            raise ValueError(f"two tools are named {tool.name!r}, but are called by name: rename or leave out one.")
+            raise ValueError(f"two tools are named {tool.name!r}; rename or remove one.")
         tools[tool.name] = tool
     return tools
 

@@ -53,7 +53,7 @@ class Workload:
         shares: Whether the run encodes a prompt once per group.
         caches: Whether the trainer's process holds the KV caches of rollouts.
         kept_share: Share of each device that vLLM in the process keeps during updates.
-        max_staleness: How many updates rollouts may lag behind.
+        max_staleness: Maximum number of updates between sampling rollouts and training on them.
     """
 
     prompt_lengths: Sequence[int]
@@ -193,8 +193,8 @@ class RunPlan:
 
     @property
     def gib(self) -> float:
-        """Memory of a device without what vLLM in the process keeps, in GiB; 0 if not known."""
-        return (self.hardware.memory or 0.0) * (1 - self.workload.kept_share / USABLE)
+        """Memory of a device without what vLLM in the process keeps (a share of a GPU), in GiB; 0 if not known."""
+        return (self.hardware.memory or 0.0) * (1 - self.workload.kept_share * (self.hardware.device != "cpu") / USABLE)
 
     # Memory. A group's rollouts share the cache of its prompt wherever sequences or bytes are counted.
 
@@ -240,7 +240,7 @@ class RunPlan:
         return max(rounded(tokens), smallest) if tokens >= smallest else 0
 
     def served(self, tokens: int) -> int:
-        """Sequences of this length whose caches fit beside the weights on a server's GPU, without activations."""
+        """Number of sequences of this length whose caches fit on a server's GPU with the weights."""
         layers = self.models.footprint.layers
         room = (self.hardware.gib or 0.0) * GIB * SERVED - self.models.num_parameters * layers.width
         return max(0, int(room // max(1, layers.caches(1, tokens, 1, 0))))
@@ -510,8 +510,8 @@ def describe_servers(rows: Sequence[RunPlan]) -> str:
     longest = work.prompt_lengths[-1] + work.response
     most = getattr(layers.config, "max_position_embeddings", None) or longest
     fits = {row.hardware.label: row.served(longest) for row in rows}
-    said = f"Beside weights of {models.num_parameters * layers.width / GIB:.1f} GiB, and without activations, "
-    said += f"{SERVED:.0%} of a server's GPU have room for sequences of {longest:,} tokens: "
+    said = f"With weights of {models.num_parameters * layers.width / GIB:.1f} GiB, and activations not counted, "
+    said += f"{SERVED:.0%} of a server's GPU has room for sequences of {longest:,} tokens: "
     said += ", ".join(f"{number:,} on {name}" for name, number in fits.items())
     if not all(fits.values()):
         return f"{said}; where there is none, give a server more GPUs: --tensor-parallel-size 2."

@@ -59,7 +59,7 @@ def test_two_tools_of_one_name_are_refused(make, monkeypatch):
     schema = {"type": "function", "function": {"name": "add", "parameters": {"properties": {}}}}
     monkeypatch.setitem(vars(server), "schemas", [schema, schema])
     for options in ({"tools": [server]}, {"environment_factory": server}):
-        with pytest.raises(ValueError, match=r"^two tools are named 'add', .*: rename or leave out one\.$"):
+        with pytest.raises(ValueError, match=r"^two tools are named 'add'; rename or remove one\.$"):
             make(**options)
 
 

@@ -4,6 +4,6 @@ from http.server import ThreadingHTTPServer
 
 
 class PatientHTTPServer(ThreadingHTTPServer):
-    """Keeps connections waiting of which `ThreadingHTTPServer`, behind five, may reset some."""
+    """Queues up to 128 connections; `ThreadingHTTPServer` queues five, and the rest may be reset."""
 
     request_queue_size = 128
